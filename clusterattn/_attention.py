@@ -1,0 +1,243 @@
+"""The hall: check once, build the mask, choose the verbs, show the call to its room. Nobody behind it checks again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._errors import bad_type, bad_value
+from ._types import Attended, Call, Clusters, Groups, Mask, Method
+from .methods import MethodSpec
+from .methods import method as as_method
+from .ops import choose
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: MethodSpec = "refined",
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    groups: Groups = None,
+    state: Any = None,
+    points: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    return_lse: bool = False,
+    return_state: bool = False,
+) -> Any:
+    """Attention by clustering, called like SDPA.
+
+    q ``(b h n d)``, k ``(b hk m d)``, v ``(b hk m e)`` -> out ``(b h n e)``; hk divides h (grouped heads).
+
+    method       a method, its name, or "name:key=value,..."
+    key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real
+    query_mask   bool (b n), True = a real query; others answer 0
+    causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
+    scale        of the logits, 1/sqrt(d) by default
+    seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched
+    groups       from ``ca.groups``, instead of making them anew
+    state        for Routing and ClusterFormer: what the last call returned with return_state=True
+    points       for ClusterFormer: the hidden states (b n x) it groups by
+    attn_mask, dropout_p   for Exact alone
+    return_lse   also return lse (b h n): the log of the total weight behind each answer
+    """
+    room = as_method(method)
+    q, k, v = _cast(q, k, v)
+    call = _call(room, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, room, q, k, attn_mask, dropout_p, state, return_lse, return_state)
+    wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
+    with torch.autocast(q.device.type, enabled=False):
+        if groups is None or return_state:
+            fresh, state = room.group(wiped[0], wiped[1], call)
+        groups = fresh if groups is None else _known(room, groups, q, k)
+        answer = room.attend(*wiped, groups, call)
+    answer = _finish(answer, q, v.dtype, call)
+    return _pack(answer, state, return_lse, return_state)
+
+
+def groups(
+    q: Tensor,
+    k: Tensor,
+    *,
+    method: MethodSpec = "refined",
+    key_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
+    backend: str = "auto",
+    state: Any = None,
+    points: Tensor | None = None,
+) -> Groups:
+    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make."""
+    room = as_method(method)
+    q, k, _ = _cast(q, k, k)
+    call = _call(room, q, k, k, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, room, q, k, None, 0.0, state, False, False)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return room.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
+
+
+def attention_matrix(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """The dense weights (b h n m) that a method really applies, for maps and tests. Takes the options of ``attention``.
+
+    Every method is linear in v, so the answer to v = identity is the matrix itself.
+    """
+    if q.dim() == 4 and k.dim() == 4:
+        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    else:
+        identity = k  # the hall will say what is wrong with these
+    for name in ("return_lse", "return_state", "dropout_p"):
+        if options.get(name):
+            raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
+    out: Tensor = attention(q, k, identity, **options)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Autocast as for SDPA: everything in its dtype. Then one dtype, one device, four dimensions."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise bad_type(f"{name} a torch.Tensor", type(x).__name__, f"torch.as_tensor({name})")
+        if x.dim() != 4:
+            shape = "(b h n d)" if name == "q" else f"(b hk m {'d' if name == 'k' else 'e'})"
+            raise bad_value(f"{name} of shape {shape}", tuple(x.shape), f"{name}.unsqueeze(0) for one sequence, or splitting its heads")
+        if x.dtype not in FLOATS:
+            raise bad_type(f"{name} in fp32, fp64, bf16 or fp16", x.dtype, f"{name}.float()")
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        raise bad_type("q, k and v of one dtype", f"{q.dtype}, {k.dtype}, {v.dtype}", "x.to(q.dtype), or autocast")
+    if not q.device == k.device == v.device:
+        raise bad_value("q, k and v on one device", f"{q.device}, {k.device}, {v.device}", "x.to(q.device)")
+    return q, k, v
+
+
+def _call(
+    room: Method, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None,
+    causal: bool, scale: float | None, generator: torch.Generator | None, seed: int, backend: str, points: Tensor | None,
+) -> Call:  # fmt: skip
+    (b, h, n, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
+    if not (b == bk == bv and hk == hv and m == mv and d == dk):
+        raise bad_value("q (b h n d), k (b hk m d), v (b hk m e) that agree in b, hk, m and d",
+                        f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}", "checking the order of dimensions")  # fmt: skip
+    if hk == 0 or h % hk:
+        raise bad_value("a number of key heads that divides the query heads", f"{h} query heads over {hk} key heads", "repeating k and v")
+    if d == 0:
+        raise bad_value("a head dimension d of at least 1", tuple(q.shape), "checking the order of dimensions")
+    if room.self_only and n != m:
+        raise bad_value(f"as many keys as queries: {type(room).__name__} is self-attention only", f"n={n}, m={m}",
+                        "Refined, Improved, Clustered or Smyrf for cross-attention")  # fmt: skip
+    if key_lengths is not None:
+        if key_mask is not None:
+            raise bad_value("key_mask or key_lengths", "both", "one of them")
+        _check_row("key_lengths", key_lengths, (b,), q.device, whole=True)
+        key_mask = torch.arange(m, device=q.device) < key_lengths.unsqueeze(-1)
+    if key_mask is not None:
+        _check_row("key_mask", key_mask, (b, m), q.device)
+    if query_mask is not None:
+        _check_row("query_mask", query_mask, (b, n), q.device)
+    if generator is not None:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or seed < 0:
+        raise bad_value("seed a whole number >= 0", repr(seed), "seed=0")
+    if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
+        raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
+    mask = Mask(n, m, key_mask, query_mask, bool(causal))
+    return Call(mask, d**-0.5 if scale is None else scale, seed, choose(backend, q.device), points=points)
+
+
+def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.device, whole: bool = False) -> None:
+    if not isinstance(row, Tensor):
+        raise bad_type(f"{name} a tensor of shape {shape}", type(row).__name__, f"torch.as_tensor({name})")
+    if tuple(row.shape) != shape:
+        advice = "method=ca.Exact() with attn_mask= for a dense mask" if row.dim() > 2 else f"{name} of shape {shape}"
+        raise bad_value(f"{name} of shape {shape}", tuple(row.shape), advice)
+    if whole:
+        if row.is_floating_point() or row.dtype == torch.bool:
+            raise bad_type(f"{name} of whole numbers", row.dtype, f"{name}.long()")
+    elif row.dtype != torch.bool:
+        raise bad_type(f"{name} bool, True = kept (additive biases need method=ca.Exact() and attn_mask=)", row.dtype, f"{name}.bool()")
+    if row.device != device:
+        raise bad_value(f"{name} on {device}", row.device, f"{name}.to(q.device)")
+
+
+def _with_extras(
+    call: Call, room: Method, q: Tensor, k: Tensor, attn_mask: Tensor | None, dropout_p: float, state: Any, lse: bool, keep_state: bool
+) -> Call:
+    exact = room.name == "exact"
+    if attn_mask is not None and not exact:
+        raise bad_value("no attn_mask: clustering cannot honour a dense mask or an additive bias", f"attn_mask {tuple(attn_mask.shape)}",
+                        "method=ca.Exact(), or key_mask / causal where they say the same")  # fmt: skip
+    if not 0.0 <= dropout_p < 1.0:
+        raise bad_value("dropout_p in [0, 1)", dropout_p, "dropout_p=0.0")
+    if dropout_p > 0.0 and not exact:
+        raise bad_value(f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out", dropout_p,
+                        "dropout on the output, or method=ca.Exact()")  # fmt: skip
+    if (state is not None or keep_state) and not room.stateful:
+        raise bad_value("a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state")
+    if call.points is not None and room.name != "clusterformer":
+        raise bad_value("points only with method=ClusterFormer", type(room).__name__, "leaving out points")
+    if attn_mask is not None:
+        try:
+            torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))
+        except RuntimeError:
+            shape = (*q.shape[:3], k.shape[2])
+            raise bad_value(f"attn_mask that broadcasts to {shape}", tuple(attn_mask.shape), "(b 1 n m)") from None
+    return Call(call.mask, call.scale, call.seed, call.ops, lse, state, keep_state, call.points, attn_mask, dropout_p)
+
+
+def _known(room: Method, groups: Any, q: Tensor, k: Tensor) -> Groups:
+    """Groups handed in by the caller must be of this method's kind and of this call's shape."""
+    wanted = room.groups_type
+    if wanted is None or not isinstance(groups, wanted):
+        name = "no groups" if wanted is None else wanted.__name__
+        raise bad_type(f"{name} for {type(room).__name__}", type(groups).__name__, "ca.groups(q, k, method=...) with the same method")
+    shape = groups.labels.shape if isinstance(groups, Clusters) else (*groups.queries.shape[:2], q.shape[2])
+    if tuple(shape) != tuple(q.shape[:3]):
+        raise bad_value(f"groups made for queries {tuple(q.shape[:3])}", tuple(shape), "ca.groups on these q and k")
+    return groups
+
+
+# ---------------------------------------------------------------------------------------------------- in and out
+
+
+def _wipe(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Zero the padded rows: whatever stood there, NaN included, reaches nobody, forward or backward."""
+    return x if rows is None else torch.where(rows[:, None, :, None], x, 0.0)
+
+
+def _finish(answer: Attended, q: Tensor, dtype: torch.dtype, call: Call) -> Attended:
+    """Rows that see nothing answer 0 with log-weight -inf; the answer goes back to the dtype it came in."""
+    out, lse = answer.out.to(dtype), answer.lse
+    blind = call.mask.blind(q)
+    if call.mask.queries is not None:
+        blind = ~call.mask.queries if blind is None else blind | ~call.mask.queries
+    if blind is None:
+        return Attended(out, lse)
+    return Attended(out.masked_fill(blind[:, None, :, None], 0.0), lse.masked_fill(blind.unsqueeze(1), float("-inf")))
+
+
+def _pack(answer: Attended, state: Any, lse: bool, keep_state: bool) -> Any:
+    returned = (answer.out, *([answer.lse] if lse else []), *([state] if keep_state else []))
+    return returned if len(returned) > 1 else returned[0]

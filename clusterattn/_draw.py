@@ -1,0 +1,58 @@
+"""All randomness: a counter-based function of (seed, stream, counter).
+
+No generator is consumed and nothing is stored, so the same numbers come out on every device, in a checkpointed second
+forward, in a batch of one, and whatever the padding (the counter is a token's rank among the valid ones).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
+_MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
+_LOW = 0xFFFFFFFF
+STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS = 1, 2, 3
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit integers held in int64 (multiply and xor-shift, three rounds)."""
+    for multiplier in _MULTIPLIERS:
+        x = ((x ^ (x >> 16)) * multiplier) & _LOW
+    return x ^ (x >> 15)
+
+
+def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
+    """A 32-bit random integer (as int64) for each counter."""
+    counter = counter.to(torch.int64)
+    x = _mix((counter + (seed & _LOW)) & _LOW)
+    x = _mix(x ^ (((counter >> 32) ^ (seed >> 32)) & _LOW))
+    return _mix((x + 0x3C6EF372 * stream) & _LOW)
+
+
+def normal(shape: tuple[int, ...], seed: int, stream: int, device: torch.device, first: Tensor | int = 0) -> Tensor:
+    """Standard normal numbers (Box-Muller, computed in fp64 so that devices agree, handed out in fp32)."""
+    counter = torch.arange(math.prod(shape), device=device).view(shape) + first
+    one = (bits(counter, seed, 2 * stream).double() + 1) / 4294967297
+    two = bits(counter, seed, 2 * stream + 1).double() / 4294967296
+    return (torch.sqrt(-2 * torch.log(one)) * torch.cos(2 * math.pi * two)).float()
+
+
+def directions(rounds: int, each: int, d: int, seed: int, like: Tensor) -> Tensor:
+    """(r each d) random directions. Those of one round do not depend on how many there are: padding adds, never changes."""
+    return torch.stack(
+        [normal((each, d), seed, STREAM_ROUNDS, like.device, first=one << 31) for one in range(rounds)]
+    ).to(like.dtype)
+
+
+def lottery(valid: Tensor, seed: int, stream: int, most: int) -> Tensor:
+    """``most`` distinct valid positions in random order, (... most); -1 once the valid ones are used up.
+
+    The lot of a token depends on its rank among the valid ones alone, so padding changes nobody's luck.
+    """
+    rank = valid.cumsum(-1) - 1
+    lots = torch.where(valid, bits(rank, seed, stream) << 30 | rank, -1)  # the rank breaks ties
+    best, at = lots.topk(most, -1)
+    return torch.where(best >= 0, at, -1)

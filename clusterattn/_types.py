@@ -1,0 +1,154 @@
+"""The nouns that cross a doorway, and the protocol of a method.
+
+The legend, everywhere (annotations, docs; upper case in kernels):
+
+    b batch   h heads   n queries   m keys   d key dim   e value dim   c clusters   g buckets
+    s / z query / key seats of a bucket   t kept (top) keys   r rounds   w bits
+
+Tensors are ``(b h n d)`` as in SDPA; positions end in ``_at``; -1 is nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Union
+
+import torch
+from torch import Tensor
+
+from ._errors import bad_value
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .ops import Ops
+
+
+@dataclass(frozen=True)
+class Mask:
+    """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is."""
+
+    n: int
+    m: int
+    keys: Tensor | None = None  # (b m) bool, True = a real key
+    queries: Tensor | None = None  # (b n) bool, True = a real query
+    causal: bool = False
+
+    @property
+    def offset(self) -> int:
+        """Query i stands beside key ``i + offset``: the last query beside the last key."""
+        return self.m - self.n
+
+    def key_rows(self, like: Tensor) -> Tensor:
+        """(b m) bool, also when nothing is masked."""
+        return self.keys if self.keys is not None else like.new_ones(like.shape[0], self.m, dtype=torch.bool)
+
+    def query_rows(self, like: Tensor) -> Tensor:
+        """(b n) bool, also when nothing is masked."""
+        return self.queries if self.queries is not None else like.new_ones(like.shape[0], self.n, dtype=torch.bool)
+
+    def blind(self, like: Tensor) -> Tensor | None:
+        """(b n) bool: queries that may see no key at all; None when there can be none."""
+        if self.keys is None and not self.causal and self.m > 0:
+            return None
+        keys = self.key_rows(like)
+        if not self.causal:
+            return ~keys.any(-1, keepdim=True).expand(-1, self.n)
+        seen = keys.cumsum(-1) > 0  # (b m): some real key at or before j
+        at = torch.arange(self.n, device=like.device) + self.offset
+        if self.m == 0:
+            return torch.ones(like.shape[0], self.n, dtype=torch.bool, device=like.device)
+        return ~(seen[:, at.clamp(min=0)] & (at >= 0))
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Who is alike. Labels carry no gradient, means do.
+
+    ``labels[i]`` is the cluster whose centroid answers for query i, ``members[i]`` the cluster that query i
+    helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
+    queries and becomes part of a centroid for later ones.
+    """
+
+    labels: Tensor  # (b h n), -1 = no cluster
+    counts: Tensor  # (b h c) members of each cluster
+    means: Tensor  # (b h c d) mean of the members
+    members: Tensor  # (b h n), -1 = no cluster
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Who sits together: two tables of original positions. A token may sit in several buckets or in none."""
+
+    queries: Tensor  # (b h g s), -1 = an empty seat
+    keys: Tensor  # (b h g z), -1 = an empty seat
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An average over some keys, and the log of the weight behind it. Two over disjoint keys merge exactly."""
+
+    out: Tensor  # (b h n e)
+    lse: Tensor  # (b h n), natural log, fp32 or better
+
+
+Groups = Union[Clusters, Buckets, None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every room needs to know of one call besides q, k and v."""
+
+    mask: Mask
+    scale: float
+    seed: int
+    ops: Ops
+    lse: bool = False  # is the log-weight wanted? Some methods save work when it is not
+    state: Any = None
+    keep_state: bool = False
+    points: Tensor | None = None
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A recipe and its settings: the only configuration there is.
+
+    A method says who sits together (``group``) and what they answer (``attend``). ``group`` returns the groups and the
+    new state (None for methods without one); ``attend`` treats groups as given constants.
+    """
+
+    name: ClassVar[str]
+    causality: ClassVar[str] = "no"  # "strict", "value" or "no"; see docs/laws.md
+    self_only: ClassVar[bool] = False  # needs as many keys as queries
+    stateful: ClassVar[bool] = False
+    groups_type: ClassVar[type | None] = None  # what group() makes: Clusters, Buckets or nothing
+
+    def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Groups, Any]:
+        return None, None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
+        raise NotImplementedError
+
+    def cost(self, n: int, m: int, d: int, e: int) -> int:
+        """Multiply-adds for one head, grouping included."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"method": self.name, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> Self:
+        fields = {f.name for f in dataclasses.fields(cls)}
+        given = {name: value for name, value in settings.items() if name != "method"}
+        strange = sorted(set(given) - fields)
+        if strange:
+            raise bad_value(f"settings of {cls.__name__}: {', '.join(sorted(fields)) or 'none'}", ", ".join(strange), "removing them")
+        return cls(**given)
+
+    def __str__(self) -> str:
+        """The method as one word for tables and the command line: only what differs from the defaults."""
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return self.name + (":" + ",".join(changed) if changed else "")

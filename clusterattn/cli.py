@@ -1,0 +1,452 @@
+"""The command `clusterattn`: compare, bench, env.
+
+What the commands need beyond torch comes with the extra "cli" and is imported only when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+from .measure._extra import INSTALL, need
+
+try:
+    import typer
+except ModuleNotFoundError:  # main() says what to install
+    if not TYPE_CHECKING:
+        typer = None
+
+if TYPE_CHECKING:
+    from ._types import Method
+    from .measure.compare import Comparison
+    from .measure.rows import Row
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+BENCHED = ("clustered", "improved", "refined", "smyrf:rounds=2")
+LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
+
+ABOUT = """Clustered and sparse attention, measured against exact attention.
+
+[bold]Start here[/]
+
+  clusterattn compare                                  [dim]every method on a real sample; writes report.html[/]
+
+  clusterattn compare --qkv mine.safetensors           [dim]the same on your own q, k, v[/]
+
+  clusterattn compare --method refined:top=64 --json   [dim]one method, rows for machines[/]
+
+  clusterattn bench --lengths 1024,4096,16384          [dim]time and memory per token against the length[/]
+
+  clusterattn env                                      [dim]versions, devices, which backend would run[/]
+"""
+
+
+def main() -> None:
+    """The entry point. Without the extra it says what to install."""
+    if typer is None:
+        sys.exit(f"clusterattn: the commands need a few packages that the library itself does not.\nInstall them: {INSTALL}")
+    build()()
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        help=ABOUT,
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for command in (compare, bench, env):
+        app.command()(command)
+    return app
+
+
+def compare(
+    qkv: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="safetensors with q (b h n d), k (b hk m d), v (b hk m e), and key_mask (b m) if any. Default: the embedded sample.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="NAME or NAME:key=value,… May be repeated. Settings left open follow the options below. Default: every method.",
+            show_default=False,
+        ),
+    ] = None,
+    clusters: Annotated[Optional[int], typer.Option(min=1, help="Clusters of queries [default: n/20, at most 100]")] = None,
+    top: Annotated[Optional[int], typer.Option(min=1, help="Exact keys per cluster or query [default: 32]")] = None,
+    rounds: Annotated[Optional[int], typer.Option(min=1, help="Hashing rounds of smyrf and reformer [default: 4]")] = None,
+    seats: Annotated[Optional[int], typer.Option(min=1, help="Bucket size of smyrf [default: n/16, at most 64]")] = None,
+    window: Annotated[Optional[int], typer.Option(min=1, help="Window of local and routing [default: their own]")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal attention; methods without a causal form are left out.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")] = 5,
+    sweep: Annotated[bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path("clusterattn-report"),
+    report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
+) -> None:
+    """Every method on the same q, k, v: error, time and memory against exact attention.
+
+    Prints a table and writes one self-contained report.html: the table, error against time, attention maps side by side,
+    the clusters drawn.
+
+    [bold]Examples[/]
+
+      clusterattn compare
+
+      clusterattn compare --clusters 50 --top 64 --out wider
+
+      clusterattn compare --qkv mine.safetensors --causal
+
+      clusterattn compare --method refined --method smyrf:rounds=8,dedup=true --json --no-report
+    """
+    with _plainly():
+        from .measure.compare import compare as measure
+        from .measure.compare import methods_for
+        from .measure.report import write_report
+        from .measure.rows import dumps
+        from .measure.sample import embedded, load
+
+        sample = (embedded() if qkv is None else load(qkv)).to(_device(device), _dtype(dtype))
+        budget = methods_for(sample.shape[2], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window)
+        chosen = [_completed(each, budget) for each in method] if method else budget
+        if method:
+            _insist(chosen, sample, causal)
+        with _progress() as tick:
+            result = measure(
+                sample, chosen, causal=causal, seed=seed, repetitions=repetitions, sweep=sweep and report, tick=tick
+            )
+        written = write_report(result, out, command=_command()) if report else []
+        if as_json:
+            print(dumps(result.rows))
+        else:
+            _show_comparison(result, written)
+
+
+def bench(
+    method: Annotated[
+        Optional[list[str]],
+        typer.Option(help=f"NAME or NAME:key=value,… May be repeated. Default: {', '.join(BENCHED)}.", show_default=False),
+    ] = None,
+    lengths: Annotated[
+        Optional[str],
+        typer.Option(help=f"Comma-separated. Default on the CPU: {LENGTHS['cpu']}.", show_default=False),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 6,
+    dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
+    dtype: Annotated[
+        Optional[str], typer.Option(help=f"{', '.join(DTYPES)} [default: float32; on cuda bfloat16]", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    causal: Annotated[bool, typer.Option(help="Causal attention.")] = False,
+    backward: Annotated[bool, typer.Option(help="Measure forward + backward as well.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory as well.")] = True,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns that every method takes; its fastest counts.")] = 5,
+    seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass.")] = 30.0,
+    threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads [default: torch's]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")] = Path("clusterattn-bench"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
+) -> None:
+    """Time and peak memory per token against the length, beside PyTorch's own exact attention in the same run.
+
+    Methods and peer take turns, so that a slow moment of the machine falls on all alike. On CUDA each method is first
+    checked against its reference; one that fails gets no time.
+
+    [bold]Examples[/]
+
+      clusterattn bench
+
+      clusterattn bench --method refined --method clustered:steps=2 --lengths 4096,16384
+
+      clusterattn bench --device cuda --dtype bfloat16 --lengths 1024,8192,65536 --no-backward
+    """
+    with _plainly():
+        import torch
+
+        from .measure import rows as files
+        from .measure.bench import PASSES
+        from .measure.bench import bench as measure
+        from .measure.compare import refusal
+        from .measure.plots import scaling
+        from .measure.sample import mixture
+
+        where = _device(device)
+        many = _lengths(lengths or LENGTHS[where])
+        methods = _distinct([_method(each) for each in method or BENCHED])
+        for each in methods:
+            why_not = refusal(each, mixture(1, 1, 1, 1), causal)
+            if why_not is not None:
+                raise ValueError(f"{each} can not be measured here: {why_not}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        passes = PASSES if backward else PASSES[:1]
+        path = files.rows_path(out, "bench", where)
+        found: list[Row] = []
+        with _progress() as tick:
+            for row in measure(
+                methods,
+                lengths=many,
+                batch=batch,
+                heads=heads,
+                dim=dim,
+                dtype=_dtype(dtype or ("bfloat16" if where == "cuda" else "float32")),
+                device=where,
+                causal=causal,
+                passes=passes,
+                repetitions=repetitions,
+                seconds=seconds,
+                seed=seed,
+                memory=memory,
+                tick=tick,
+            ):
+                files.append(path, row)
+                found.append(row)
+        picture = files.write_whole(path.with_suffix(".png"), scaling(found))
+        if as_json:
+            print(files.dumps(found))
+        else:
+            _show_bench(found, [path, picture])
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Versions, devices, and which backend each operation would use here, and why not a faster one."""
+    with _plainly():
+        import importlib.metadata
+
+        import torch
+
+        from . import ops
+        from .measure.rows import dumps, environment
+
+        extras = {}
+        for name in ("triton", "numpy", "matplotlib", "safetensors", "transformers"):
+            try:
+                extras[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                extras[name] = None
+        devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        verbs = [(where, *each) for where in devices for each in ops.verbs(torch.device(where))]
+        around = environment()
+        if as_json:
+            keys = ("device", "verb", "backend", "why_not")
+            listed = [dict(zip(keys, each, strict=True)) for each in verbs]
+            print(dumps({"environment": around, "packages": extras, "devices": _devices(), "verbs": listed}))
+            return
+        rich, table = _console(), need("rich.table")
+        facts = table.Table.grid(padding=(0, 2))
+        for key, value in {**around, **extras}.items():
+            facts.add_row(f"[dim]{key}[/]", "[dim]not there[/]" if value is None else str(value))
+        for key, value in _devices().items():
+            facts.add_row(f"[dim]{key}[/]", value)
+        rich.print(facts)
+        shown = table.Table(box=need("rich.box").SIMPLE_HEAD)
+        for title in ("device", "operation", "backend", "why not a faster one"):
+            shown.add_column(title)
+        for each in verbs:
+            shown.add_row(*("" if cell is None else str(cell) for cell in each))
+        rich.print(shown)
+
+
+def _show_comparison(result: Comparison, written: Sequence[Path]) -> None:
+    from .measure.report import headline, table_cells
+
+    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    b, h, n, m, d, _ = result.sample.shape
+    rich.print(f"[dim]{_literal(result.sample.source)}[/]", highlight=False)
+    rich.print(f"[dim]{b} × {h} heads × {n} queries × {m} keys × {d}{', causal' if result.causal else ''}[/]", highlight=False)
+    table.add_column("method", no_wrap=True)
+    for title in ("output error", "row L1", "time", "speed", "memory", "of exact's", "multiply-adds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    exact, *others = result.rows
+    table.add_row(*(f"[dim]{cell}[/]" for cell in (exact["method"], *table_cells(exact))))
+    for row in sorted(others, key=lambda row: float(row["error"])):
+        table.add_row(_literal(row["method"]), *table_cells(row))
+    rich.print(table)
+    for label, why in result.skipped.items():
+        rich.print(f"[dim]not measured: {_literal(label)} ({why})[/]", highlight=False)
+    for note in result.notes:
+        rich.print(f"[dim]{note}[/]", highlight=False)
+    rich.print(headline(result), highlight=False)
+    _show_written(written)
+
+
+def _show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
+    from .measure.report import human_bytes, human_seconds
+
+    rich = _console()
+    lengths = sorted({row["n"] for row in rows})
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        table = need("rich.table").Table(
+            title=f"{which}: time per token, speed against exact, peak memory per token",
+            title_justify="left",
+            box=need("rich.box").SIMPLE_HEAD,
+        )
+        table.add_column("method", no_wrap=True)
+        for n in lengths:
+            table.add_column(f"N = {n}", justify="right")
+        mine = [row for row in rows if row["pass"] == which]
+        for label in dict.fromkeys(row["method"] for row in mine):
+            cells = []
+            for row in (row for row in mine if row["method"] == label):
+                if row.get("failed"):
+                    cells.append("[red]wrong[/]")
+                    continue
+                memory = "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
+                cells.append(f"{human_seconds(row['seconds_per_token'])}\n[bold]{row['speedup']:.2f}×[/]{memory}")
+            table.add_row(_literal(label), *cells, end_section=True)
+        rich.print(table)
+    for row in rows:
+        if row.get("failed"):
+            rich.print(f"[red]{_literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed[/]")
+    _show_written(written)
+
+
+def _show_written(paths: Sequence[Path]) -> None:
+    if paths:
+        rich = _console()
+        rich.print()
+        for path in paths:
+            rich.print(f"  {path}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _method(spec: str) -> Method:
+    from . import method
+
+    made: Method = method(spec)
+    return made
+
+
+def _completed(spec: str, budget: Sequence[Method]) -> Method:
+    """A method as asked for; settings that the words leave open come from the budget."""
+    given = _method(spec)
+    named = [setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()]
+    usual = next(each for each in budget if each.name == given.name)
+    return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
+
+
+def _insist(methods: Sequence[Method], sample: Any, causal: bool) -> None:
+    """A method asked for by name is not left out silently."""
+    from .measure.compare import refusal
+
+    for each in methods:
+        why_not = refusal(each, sample, causal)
+        if why_not is not None:
+            raise ValueError(f"{each} can not answer here: {why_not}")
+
+
+def _distinct(methods: Sequence[Method]) -> list[Method]:
+    return list({str(each): each for each in methods}.values())
+
+
+def _lengths(text: str) -> list[int]:
+    from ._errors import bad_value
+
+    try:
+        many = sorted({int(word) for word in text.split(",") if word.strip()})
+    except ValueError:
+        many = []
+    if not many or many[0] < 1:
+        raise bad_value("--lengths as whole numbers >= 1 with commas between", repr(text), "--lengths 1024,4096")
+    return many
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from ._errors import bad_value
+
+    if name not in ("cpu", "cuda"):
+        raise bad_value("--device cpu or cuda", repr(name), "--device cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise bad_value("a CUDA device", "none that this torch can see", "--device cpu, or `clusterattn env` for what is here")
+    return name
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    from ._errors import bad_value
+
+    if name not in DTYPES:
+        raise bad_value(f"--dtype {' or '.join(DTYPES)}", repr(name), "--dtype float32")
+    return getattr(torch, name)
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"cuda": f"none that this torch can see (built for CUDA {torch.version.cuda})" if torch.version.cuda else "none: this torch is a CPU build"}
+    found = {}
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+    return found
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["clusterattn", *sys.argv[1:]])
+
+
+def _console(stderr: bool = False) -> Any:
+    console = need("rich.console").Console(stderr=stderr)
+    if not console.is_terminal:  # a pipe or a file has no width of its own: leave tables whole
+        console.width = max(console.width, 140)
+    return console
+
+
+def _literal(text: str) -> str:
+    return str(need("rich.markup").escape(text))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int], object]]:
+    """A bar on stderr, so that stdout stays clean for --json and pipes."""
+    parts = need("rich.progress")
+    bar = parts.Progress(
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.MofNCompleteColumn(),
+        parts.TimeElapsedColumn(),
+        console=_console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("measuring", total=None)
+        done = -1  # the step being announced has only begun
+
+        def tick(text: str, total: int) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, total=total, description=_literal(text))
+
+        yield tick
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Complaints about input end with one sentence and exit code 2, not with a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    main()

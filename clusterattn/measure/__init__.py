@@ -1,0 +1,25 @@
+"""How close to exact attention, how fast, how much memory: measured, written down as rows, drawn.
+
+Here ``error``, ``speed``, ``sample`` and ``rows`` need torch alone; ``plots`` and ``report`` need the extra "cli".
+"""
+
+from .error import exact_answer, head_errors, relative_error, row_l1
+from .rows import append, environment, read
+from .sample import Sample, embedded, load, mixture
+from .speed import interleaved, peak_memory
+
+__all__ = [
+    "Sample",
+    "append",
+    "embedded",
+    "environment",
+    "exact_answer",
+    "head_errors",
+    "interleaved",
+    "load",
+    "mixture",
+    "peak_memory",
+    "read",
+    "relative_error",
+    "row_l1",
+]

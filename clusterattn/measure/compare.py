@@ -1,0 +1,229 @@
+"""Every method on the same q, k, v: how close to exact attention, how fast, with how much memory and arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import METHODS, attention, attention_matrix, groups
+from .._types import Clusters, Groups, Method
+from .error import exact_answer, exact_matrix, head_errors, relative_error, row_l1
+from .rows import Row, environment
+from .sample import Sample
+from .speed import interleaved, peak_memory
+
+# The dense weights are for looking, never for speed: past this many entries they are left out.
+DENSE_LIMIT = 2**25
+
+# Half and twice the budget, so that the picture shows a curve for each method instead of a dot.
+SWEEP = (0.5, 2.0)
+SWEPT = ("clusters", "top", "rounds", "window")
+
+Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, and what pictures need."""
+
+    sample: Sample
+    rows: list[Row]  # the methods asked for, exact first
+    swept: list[Row]  # the same methods at half and twice the budget
+    skipped: dict[str, str]  # label -> why it can not answer here
+    errors: dict[str, Tensor]  # label -> (b h) relative error of each head
+    methods: dict[str, Method]  # label -> instance
+    causal: bool
+    seed: int
+    notes: list[str] = field(default_factory=list)
+
+    def weights(self, label: str, b: int) -> Tensor:
+        """The dense (h n m) weights that a method applies in one batch element."""
+        part = self.sample.batch_element(b)
+        return attention_matrix(part.q, part.k, method=self.methods[label], **self._call(part))[0]
+
+    def groups(self, label: str, b: int) -> Groups:
+        part = self.sample.batch_element(b)
+        return groups(part.q, part.k, method=self.methods[label], **self._call(part))
+
+    def clustered(self) -> list[str]:
+        """Labels of the methods that make clusters of queries."""
+        return [label for label, method in self.methods.items() if method.groups_type is Clusters]
+
+    def typical_head(self, b: int) -> int:
+        """The head whose error is the median one: neither the best nor the worst is picked for show."""
+        judged = next((label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1])
+        at = self.errors[judged][b].argsort()
+        return int(at[(len(at) - 1) // 2])
+
+    def _call(self, part: Sample) -> dict[str, Any]:
+        return masks(part, self.causal, self.seed)
+
+
+def masks(sample: Sample, causal: bool, seed: int) -> dict[str, Any]:
+    return {"key_mask": sample.key_mask, "query_mask": sample.query_mask, "causal": causal, "seed": seed}
+
+
+def methods_for(
+    n: int,
+    *,
+    clusters: int | None = None,
+    top: int | None = None,
+    rounds: int | None = None,
+    seats: int | None = None,
+    window: int | None = None,
+) -> list[Method]:
+    """Every method at one budget. What is not given follows the length: 25 clusters at 512, 100 from 2 000 on."""
+    clusters = min(100, max(1, n // 20)) if clusters is None else clusters
+    seats = min(64, max(8, n // 16)) if seats is None else seats
+    budget: dict[str, dict[str, int | None]] = {
+        "clustered": {"clusters": clusters},
+        "improved": {"clusters": clusters, "top": top},
+        "refined": {"clusters": clusters, "top": top},
+        "smyrf": {"rounds": rounds, "q_seats": seats, "k_seats": seats},
+        "reformer": {"rounds": rounds},
+        "routing": {"window": window},
+        "oracle_top": {"top": top},
+        "local": {"window": window},
+    }
+    chosen = []
+    for name, kind in METHODS.items():
+        given = {key: value for key, value in budget.get(name, {}).items() if value is not None}
+        chosen.append(kind.from_dict(given))
+    return chosen
+
+
+def scaled(method: Method, factor: float) -> Method | None:
+    """The same method at another budget; None when nothing in it can be scaled."""
+    now = {name: getattr(method, name, None) for name in SWEPT}
+    then = {name: max(1, round(value * factor)) for name, value in now.items() if value is not None}
+    changed = {name: value for name, value in then.items() if value != now[name]}
+    return dataclasses.replace(method, **changed) if changed else None
+
+
+def refusal(method: Method, sample: Sample, causal: bool) -> str | None:
+    """Why a method can not answer for this input, in one sentence; None when it can."""
+    _, _, n, m, _, _ = sample.shape
+    if causal and method.causality == "no":
+        return "it has no causal form"
+    if method.self_only and n != m:
+        return f"it is self-attention only, and here are {n} queries and {m} keys"
+    return None
+
+
+def compare(
+    sample: Sample,
+    methods: Sequence[Method],
+    *,
+    causal: bool = False,
+    seed: int = 0,
+    repetitions: int = 5,
+    sweep: bool = True,
+    seconds: float = 60.0,
+    tick: Tick | None = None,
+) -> Comparison:
+    """Measure. Methods that can not answer here are listed with the reason, the others become rows, exact first."""
+    device, (b, h, n, m, d, e) = sample.q.device, sample.shape
+    exact = METHODS["exact"]()
+    points: dict[str, tuple[Method, float]] = {"exact": (exact, 1.0)}
+    skipped: dict[str, str] = {}
+    for method in methods:
+        why_not = refusal(method, sample, causal)
+        if why_not is not None:
+            skipped[str(method)] = why_not
+        elif method != exact:
+            points[str(method)] = (method, 1.0)
+    for method, _ in list(points.values()):
+        for factor in SWEEP if sweep else ():
+            other = scaled(method, factor)
+            if other is not None and str(other) not in points:
+                points[str(other)] = (other, factor)
+
+    asked = [label for label, (_, factor) in points.items() if factor == 1]
+    steps = len(points) + len(asked) + len(points) * repetitions
+
+    def tell(label: str) -> None:
+        if tick is not None:
+            tick(label, steps)
+
+    call = masks(sample, causal, seed)
+    truth = exact_answer(sample.q, sample.k, sample.v, key_mask=sample.key_mask, causal=causal)
+    dense = h * n * m <= DENSE_LIMIT
+    notes = [] if dense else [f"row L1 errors and maps are left out: {h} × {n} × {m} weights are too many to lay out densely"]
+    shown = range(min(b, max(1, DENSE_LIMIT // (h * n * m)))) if dense else range(0)
+    if dense and len(shown) < b:
+        notes.append(f"row L1 errors are those of the first {len(shown)} of {b} batch elements")
+
+    runs: dict[str, Callable[[], object]] = {}
+    errors: dict[str, Tensor] = {}
+    rows: dict[str, Row] = {}
+    for label, (method, factor) in points.items():
+        tell(label)
+
+        def run(method: Method = method) -> object:
+            with torch.no_grad():
+                return attention(sample.q, sample.k, sample.v, method=method, **call)
+
+        out = run()
+        assert isinstance(out, Tensor)
+        errors[label] = head_errors(out, truth, sample.query_mask)
+        rows[label] = {
+            "theme": "compare",
+            "method": label,
+            "name": method.name,
+            "settings": method.to_dict(),
+            "budget": factor,
+            "error": relative_error(out, truth, sample.query_mask),
+            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in shown]) if factor == 1 else None,
+            "cost_share": method.cost(n, m, d, e) / max(exact.cost(n, m, d, e), 1),
+        }
+        runs[label] = run
+    for label in asked:
+        tell(label)
+        rows[label]["memory_bytes"] = peak_memory(runs[label], device)
+    waiting = iter([*runs] * repetitions)
+    taken = interleaved(
+        runs, repetitions=repetitions, device=device, seconds=seconds, progress=lambda: tell(next(waiting))
+    )
+
+    where = {
+        **dict(zip("bhnmde", (b, h, n, m, d, e), strict=True)),
+        "dtype": str(sample.q.dtype).removeprefix("torch."),
+        "device": device.type,
+        "causal": causal,
+        "seed": seed,
+        "source": sample.source,
+        "environment": environment(device),
+    }
+    for label, row in rows.items():
+        row["seconds"] = min(taken[label])
+        row["repetitions"] = len(taken[label])
+        row["speedup"] = min(taken["exact"]) / row["seconds"]
+        row.setdefault("memory_bytes", None)
+        row["memory_share"] = row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
+        row.update(where)
+    return Comparison(
+        sample=sample,
+        rows=[rows[label] for label in asked],
+        swept=[row for label, row in rows.items() if label not in asked],
+        skipped=skipped,
+        errors={label: errors[label] for label in asked},
+        methods={label: points[label][0] for label in asked},
+        causal=causal,
+        seed=seed,
+        notes=notes,
+    )
+
+
+def _row_l1(part: Sample, method: Method, causal: bool, seed: int) -> float:
+    weights = attention_matrix(part.q, part.k, method=method, **masks(part, causal, seed))
+    exact = exact_matrix(part.q, part.k, key_mask=part.key_mask, causal=causal, dtype=torch.promote_types(part.q.dtype, torch.float32))
+    return row_l1(weights, exact, part.query_mask)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,191 @@
+"""One self-contained report.html with its pictures inside, and the same pictures as PNG files beside it."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .._types import Clusters
+from . import plots
+from ._extra import need
+from .compare import DENSE_LIMIT, Comparison
+from .rows import Row, dumps, write_whole
+
+TEMPLATE = Path(__file__).parent / "report.html.jinja"
+SHOWN_HEADS = 3
+SHOWN_CLUSTERS = 14
+FIGURE_8 = ("clustered", "improved", "refined")
+
+
+def write_report(result: Comparison, folder: str | Path, *, command: str = "") -> list[Path]:
+    """Write report.html, the pictures and rows.jsonl; the paths, the report first."""
+    folder = Path(folder)
+    pictures = draw(result)
+    page = render(result, pictures, command=command)
+    rows = "".join(dumps(row) + "\n" for row in result.rows + result.swept)
+    return [
+        write_whole(folder / "report.html", page),
+        *(write_whole(folder / f"{name}.png", png) for name, png in pictures.items()),
+        write_whole(folder / "rows.jsonl", rows),
+    ]
+
+
+def draw(result: Comparison) -> dict[str, bytes]:
+    """The pictures that this comparison allows, by name."""
+    pictures: dict[str, bytes] = {}
+    if len(result.rows) > 1:
+        pictures["pareto"] = plots.pareto(result.rows, result.swept)
+    b, h, n, m, _, _ = result.sample.shape
+    elements = range(min(b, SHOWN_HEADS))
+    heads = [result.typical_head(at) for at in elements]
+    places = [result.sample.place(at, head) for at, head in zip(elements, heads, strict=True)]
+    middle = len(places) // 2
+    if h * n * m <= DENSE_LIMIT:
+        labels = ["exact", *mapped(result)]
+        weights: dict[str, list[Tensor]] = {
+            plots.short(label): [result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)] for label in labels
+        }
+        pictures["maps"] = plots.maps(weights, places)
+        if result.sample.tokens is not None:
+            corner = {label: each[middle] for label, each in weights.items()}
+            pictures["words"] = plots.zoom(corner, result.sample.tokens, places[middle])
+    grouped = [label for label in result.clustered() if not label.startswith("improved")] or result.clustered()
+    if grouped and not result.causal:  # causal clusters belong to blocks of positions: no one plane shows them
+        found = {result.methods[label].name: clusters_of(result, label, middle).labels[0, heads[middle]] for label in grouped[:2]}
+        head = heads[middle]
+        keys = result.sample.k[middle, head * result.sample.k.shape[1] // h]
+        pictures["clusters"] = plots.clusters(result.sample.q[middle, head], keys, found, places[middle])
+    return pictures
+
+
+def mapped(result: Comparison) -> list[str]:
+    """The methods whose maps stand beside exact's: those of the paper's Figure 8 and ours, else the first three."""
+    others = [label for label in result.methods if label != "exact"]
+    known = [label for name in FIGURE_8 for label in others if result.methods[label].name == name]
+    return (known or others)[:3]
+
+
+def clusters_of(result: Comparison, label: str, b: int) -> Clusters:
+    found = result.groups(label, b)
+    assert isinstance(found, Clusters)
+    return found
+
+
+def words_of_clusters(result: Comparison) -> list[dict[str, Any]]:
+    """The largest clusters of one head as the words in them: what the grouping took for alike."""
+    labels = result.clustered()
+    tokens = result.sample.tokens
+    if tokens is None or not labels or result.causal:
+        return []
+    at = min(result.sample.shape[0], SHOWN_HEADS) // 2
+    head = result.typical_head(at)
+    chosen = next((label for label in labels if label.startswith("refined")), labels[-1])
+    members = clusters_of(result, chosen, at).labels[0, head].tolist()
+    listed: dict[int, Counter[str]] = {}
+    for token, cluster in zip(tokens, members, strict=True):
+        if cluster >= 0:
+            listed.setdefault(cluster, Counter())[token] += 1
+    largest = sorted(listed.items(), key=lambda item: -item[1].total())[:SHOWN_CLUSTERS]
+    return [
+        {"name": name, "size": words.total(), "words": words.most_common(12), "more": max(len(words) - 12, 0)}
+        for name, words in largest
+    ]
+
+
+def headline(result: Comparison) -> str:
+    """What this comparison says, in two sentences that are true whatever the numbers are."""
+    others = [row for row in result.rows if row["name"] not in ("exact", "oracle_top")]
+    if not others:
+        return "Only exact attention was measured."
+    closest = min(others, key=lambda row: float(row["error"]))
+    quickest = max(others, key=lambda row: float(row["speedup"]))
+    first = (
+        f"Closest to exact attention is {closest['method']}: relative error {closest['error']:.3g} with "
+        f"{closest['cost_share']:.0%} of its multiply-adds."
+    )
+    if quickest["speedup"] > 1:
+        second = f"Fastest is {quickest['method']}, {quickest['speedup']:.1f}× as fast as exact attention here."
+    else:
+        n = result.sample.shape[2]
+        second = (
+            f"At {n} tokens none is faster than exact attention on this device: "
+            "approximation pays on longer sequences (clusterattn bench shows from where)."
+        )
+    return f"{first} {second}"
+
+
+def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "") -> str:
+    jinja2 = need("jinja2")
+    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    exact, *others = result.rows
+    b, h, n, m, d, e = result.sample.shape
+    return str(
+        page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+            headline=headline(result),
+            rows=[exact, *sorted(others, key=lambda row: float(row["error"]))],
+            worst=max([float(row["error"]) for row in result.rows] or [1.0]) or 1.0,
+            skipped=result.skipped,
+            notes=result.notes,
+            images={name: base64.b64encode(png).decode("ascii") for name, png in pictures.items()},
+            clusters=words_of_clusters(result),
+            clusters_place=result.sample.place(at := min(b, SHOWN_HEADS) // 2, result.typical_head(at)),
+            heads=_head_table(result),
+            source=result.sample.source,
+            shape=f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
+            length=n,
+            causal=result.causal,
+            command=command,
+            environment=exact["environment"],
+            seconds=human_seconds,
+            bytes=human_bytes,
+            colour=lambda row: plots.style_of(row["name"])[0],
+        )
+    )
+
+
+def _head_table(result: Comparison) -> dict[str, Any] | None:
+    """Error of each head for the closest method, to show how unequal heads are."""
+    b, h, *_ = result.sample.shape
+    others = [row for row in result.rows if row["name"] not in ("exact", "oracle_top")]
+    if b * h > 96 or not others:
+        return None
+    label = min(others, key=lambda row: float(row["error"]))["method"]
+    errors = result.errors[label]
+    name = result.sample
+    return {
+        "method": label,
+        "columns": [name.heads[i] if name.heads else f"head {i}" for i in range(h)],
+        "rows": [(name.batch[i] if name.batch else f"batch {i}", errors[i].tolist()) for i in range(b)],
+    }
+
+
+def human_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def human_bytes(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def table_cells(row: Row) -> list[str]:
+    """The columns of the printed table, in order: error, row L1, time, speed, memory, share of memory, of multiply-adds."""
+    exact = row["name"] == "exact"
+    return [
+        f"{row['error']:.1e}" if exact else f"{row['error']:.4f}",
+        "–" if row["row_l1"] is None else f"{row['row_l1']:.1e}" if exact else f"{row['row_l1']:.4f}",
+        human_seconds(row["seconds"]),
+        f"{row['speedup']:.2f}×",
+        human_bytes(row["memory_bytes"]),
+        f"{row['memory_share']:.2f}×",
+        f"{row['cost_share']:.1%}",
+    ]

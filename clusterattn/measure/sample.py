@@ -1,0 +1,158 @@
+"""q, k, v to measure on: the real ones shipped with the package, the user's own, or made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_type, bad_value
+from ._extra import need
+
+EMBEDDED = Path(__file__).parent.parent / "data" / "minilm_alice.safetensors"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One set of q, k, v with its masks, and the words to label pictures with."""
+
+    q: Tensor  # (b h n d)
+    k: Tensor  # (b hk m d)
+    v: Tensor  # (b hk m e)
+    key_mask: Tensor | None = None  # (b m), True = kept
+    query_mask: Tensor | None = None  # (b n), True = kept
+    tokens: tuple[str, ...] | None = None  # one per position, where n = m
+    batch: tuple[str, ...] | None = None  # a name for each b
+    heads: tuple[str, ...] | None = None  # a name for each h
+    source: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        """b, h, n, m, d, e."""
+        b, h, n, d = self.q.shape
+        return b, h, n, self.k.shape[2], d, self.v.shape[3]
+
+    def to(self, device: str | torch.device, dtype: torch.dtype) -> Sample:
+        return replace(
+            self,
+            q=self.q.to(device, dtype),
+            k=self.k.to(device, dtype),
+            v=self.v.to(device, dtype),
+            key_mask=None if self.key_mask is None else self.key_mask.to(device),
+            query_mask=None if self.query_mask is None else self.query_mask.to(device),
+        )
+
+    def batch_element(self, at: int) -> Sample:
+        """One batch element, all its heads."""
+        one = slice(at, at + 1)
+        return replace(
+            self,
+            q=self.q[one],
+            k=self.k[one],
+            v=self.v[one],
+            key_mask=None if self.key_mask is None else self.key_mask[one],
+            query_mask=None if self.query_mask is None else self.query_mask[one],
+            batch=None if self.batch is None else self.batch[one],
+        )
+
+    def place(self, b: int, h: int) -> str:
+        """A head's name for titles."""
+        return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
+
+
+def embedded() -> Sample:
+    """The sample inside the package: a pretrained encoder reading 512 tokens (see data/SOURCE.md)."""
+    return load(EMBEDDED)
+
+
+def load(path: str | Path) -> Sample:
+    """Read q, k, v (and key_mask, query_mask) from a safetensors file. Half precision becomes fp32.
+
+    A key_mask alone on self-attention (n = m) also marks the queries: padding is no row to be judged by.
+    """
+    path = Path(path)
+    save = "safetensors.torch.save_file({'q': q, 'k': k, 'v': v}, 'qkv.safetensors')"
+    if not path.is_file():
+        raise bad_value("a safetensors file", f"{path}, which is not there", "the path of an existing file")
+    safe_open, unreadable = need("safetensors").safe_open, need("safetensors").SafetensorError
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            words = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except (unreadable, OSError) as error:
+        raise bad_value("a safetensors file", f"{path} ({error})", save) from None
+
+    missing = [name for name in "qkv" if name not in tensors]
+    if missing:
+        came = ", ".join(sorted(tensors)) or "no tensor at all"
+        raise bad_value(f"tensors named q, k and v in {path.name}", came, save)
+    q, k, v = (_as_heads(name, tensors[name]) for name in "qkv")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        came = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise bad_value("q (b h n d), k (b hk m d) and v (b hk m e)", came, "tensors that share b, m and d")
+    if min(*q.shape, *k.shape, *v.shape) < 1 or q.shape[1] % k.shape[1]:
+        came = f"q {tuple(q.shape)}, k {tuple(k.shape)}"
+        raise bad_value("hk that divides h, and no empty dimension", came, "as many heads in q as in k")
+    key_mask = _as_mask("key_mask", tensors.get("key_mask"), (k.shape[0], k.shape[2]))
+    query_mask = _as_mask("query_mask", tensors.get("query_mask"), (q.shape[0], q.shape[2]))
+    if query_mask is None and q.shape[2] == k.shape[2]:
+        query_mask = key_mask
+
+    def names(key: str, count: int) -> tuple[str, ...] | None:
+        try:
+            found = json.loads(words[key])
+        except (KeyError, ValueError):
+            return None
+        fits = isinstance(found, list) and len(found) == count
+        return tuple(str(each) for each in found) if fits else None
+
+    return Sample(
+        *(x if x.dtype == torch.float64 else x.float() for x in (q, k, v)),
+        key_mask=key_mask,
+        query_mask=query_mask,
+        tokens=names("tokens", k.shape[2]) if q.shape[2] == k.shape[2] else None,
+        batch=names("batch", q.shape[0]),
+        heads=names("heads", q.shape[1]),
+        source=words.get("source", path.name),
+    )
+
+
+def mixture(
+    b: int, h: int, n: int, d: int, *, centres: int = 100, spread: float = 0.35, seed: int = 0, m: int | None = None
+) -> Sample:
+    """Clusterable data: queries and keys around common centres, per head. ``spread`` is the noise beside the centres.
+
+    Real queries crowd like this (few kinds of question, asked many times); iid Gaussian ones share nothing.
+    """
+    m = n if m is None else m
+    draw = torch.Generator().manual_seed(seed)
+    middles = torch.randn(b, h, centres, d, generator=draw)
+
+    def around(count: int) -> Tensor:
+        chosen = torch.randint(centres, (b, h, count, 1), generator=draw).expand(-1, -1, -1, d)
+        return middles.gather(2, chosen) + spread * torch.randn(b, h, count, d, generator=draw)
+
+    source = f"a mixture of {centres} Gaussians per head (spread {spread}, seed {seed})"
+    return Sample(q=around(n), k=around(m), v=torch.randn(b, h, m, d, generator=draw), source=source)
+
+
+def _as_heads(name: str, x: Tensor) -> Tensor:
+    if x.ndim != 4:
+        advice = f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
+        raise bad_value(f"{name} of shape (batch, heads, length, dim)", f"shape {tuple(x.shape)}", advice)
+    if not x.is_floating_point():
+        raise bad_type(f"{name} of a floating dtype", x.dtype, f"{name}.float()")
+    return x
+
+
+def _as_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        raise bad_type(f"{name} of dtype bool, True = kept", mask.dtype, f"{name}.bool()")
+    if tuple(mask.shape) != shape:
+        raise bad_value(f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position")
+    return mask

@@ -1,0 +1,138 @@
+"""Time and peak memory of a call, measured against a peer in the same run.
+
+Time: the runs take turns (a, b, c, a, b, c, …), so a slow moment of the machine falls on all of them alike; the minimum
+counts, since noise only ever adds. CUDA is timed with events, the CPU with the wall clock.
+
+Memory: the peak of what torch's own allocator hands out during the call, above what it held before (so inputs do not
+count, the answer does). On CUDA that is ``max_memory_allocated``; on the CPU torch's profiler reports every allocation and
+release, and the highest sum is the peak. It leaves out what libraries allocate behind torch's back, and fragmentation;
+``resident_growth`` counts those too, for a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+
+
+def interleaved(
+    runs: Mapping[str, Run],
+    *,
+    repetitions: int = 5,
+    warmup: int = 1,
+    device: str | torch.device = "cpu",
+    seconds: float | None = None,
+    progress: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of every run. ``seconds``: start no further round (after the first) past that."""
+    started = time.perf_counter()
+    for _ in range(warmup):
+        for run in runs.values():
+            run()
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repetitions):
+        if seconds is not None and turn and time.perf_counter() - started > seconds:
+            break
+        for name, run in runs.items():
+            taken[name].append(once(run, device))
+            if progress is not None:
+                progress()
+    return taken
+
+
+def once(run: Run, device: str | torch.device = "cpu") -> float:
+    """Seconds of one call."""
+    if torch.device(device).type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(begin.elapsed_time(end)) / 1e3
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:
+    """Peak bytes of torch's allocator during one call, above what was held before it."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
+
+    from torch.autograd.profiler import profile
+
+    watch: Any = profile(profile_memory=True)
+    with _quiet():
+        watch.__enter__()
+    try:
+        answer = run()
+    finally:
+        with _quiet():
+            watch.__exit__(None, None, None)
+    del answer
+    changes = [(event.start_ns(), event.nbytes()) for event in watch.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def resident_growth(run: Run) -> int:
+    """Peak growth of the resident memory of this whole process during one call (Linux).
+
+    Honest only in a young process: memory that an earlier call left in malloc's pockets would be used again unseen.
+    Free pockets are returned and the peak mark is reset first.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark
+    before = _status("VmRSS")
+    answer = run()
+    peak = _status("VmHWM")
+    del answer
+    return max(peak - before, 0)
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status has no {field}"
+    return int(found[1]) * 1024
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Some builds of torch's profiler write a line to file descriptor 2 at start and stop; nobody asked for it."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # no stderr at all
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

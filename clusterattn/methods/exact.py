@@ -1,0 +1,67 @@
+"""Softmax attention itself: the yardstick. Served by torch's SDPA; the only method for dense masks, biases and dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._types import Attended, Call, Groups, Method
+from ..ops import tables
+from ..ops._chunks import wide
+from ..ops.merge import NEVER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Method):
+    name: ClassVar[str] = "exact"
+    causality: ClassVar[str] = "strict"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
+        if call.lse and call.attn_mask is None and call.dropout_p == 0.0:
+            return call.ops.bucketed(q, k, v, tables.everyone(*q.shape[:3], k.shape[2], q.device), call.mask, call.scale)
+        if call.attn_mask is None and call.mask.keys is None and not (call.mask.causal and call.mask.offset):
+            mask, blind = None, None
+        else:
+            mask, blind = self._dense_mask(q, call)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=call.mask.causal and mask is None, dropout_p=call.dropout_p,
+            scale=call.scale, enable_gqa=k.shape[1] != q.shape[1],
+        )  # fmt: skip
+        if blind is not None:
+            out = out.masked_fill(blind, 0.0)
+        return Attended(out, self._dense_lse(q, k, mask, blind, call) if call.lse else out.new_zeros(out.shape[:3]))
+
+    def _future(self, call: Call, device: torch.device) -> Tensor:
+        query_at = torch.arange(call.mask.n, device=device) + call.mask.offset
+        return torch.arange(call.mask.m, device=device) > query_at.unsqueeze(-1)
+
+    def _dense_mask(self, q: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """SDPA's attn_mask, and the rows (b 1 n 1) that see nothing: those are shown everything, against NaN, and wiped after."""
+        keys, given = call.mask.keys, call.attn_mask
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device) if keys is None else keys[:, None, None, :]
+        if call.mask.causal:
+            seen = seen & ~self._future(call, q.device)
+        if given is not None:
+            seen = seen & (given if given.dtype == torch.bool else given > NEVER)
+        blind = ~seen.any(-1, keepdim=True)
+        seen = seen | blind
+        if given is None or given.dtype == torch.bool:
+            return seen, blind
+        return torch.where(seen, given.masked_fill(blind, 0.0), NEVER).to(q.dtype), blind
+
+    def _dense_lse(self, q: Tensor, k: Tensor, mask: Tensor | None, blind: Tensor | None, call: Call) -> Tensor:
+        """The caller gave a dense mask or bias, so an (n x m) tensor exists already: one more for the log-weights."""
+        logits = wide(q) @ wide(k).repeat_interleave(q.shape[1] // k.shape[1], 1).mT * call.scale
+        if mask is not None:
+            logits = logits.masked_fill(~mask, NEVER) if mask.dtype == torch.bool else logits + mask
+        elif call.mask.causal:
+            logits = logits.masked_fill(self._future(call, q.device), NEVER)
+        lse = logits.logsumexp(-1)
+        return lse if blind is None else lse.masked_fill(blind.squeeze(-1), NEVER)
+
+    def cost(self, n: int, m: int, d: int, e: int) -> int:
+        return n * m * (d + e)

@@ -1,0 +1,87 @@
+"""Improved clustered attention (Vyas et al. 2020): exact on the keys that matter most to a cluster, its centroid's
+answer on the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_value, check_choice, check_whole
+from .._types import Attended, Buckets, Call, Mask
+from ..ops import tables
+from ..ops.coarse import Coarse
+from ..ops.merge import NEVER, broadcast, merge, take
+from ._shared import TILE, wide
+from .clustered import Clustered
+
+MASSES = ("cluster", "softmax", "tangent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improved(Clustered):
+    """The ``top`` keys of each centroid are attended exactly by its queries; the far rest is averaged once per cluster.
+
+    mass     how much the far part weighs for each query: "cluster" keeps the centroid's proportion of near to far
+             (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the centroid
+    detach_mass  treat that proportion as a constant in backward, as the old code did (mass="cluster" only)
+    """
+
+    name: ClassVar[str] = "improved"
+
+    top: int = 32
+    mass: str = "cluster"
+    detach_mass: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(type(self).__name__, top=self.top)
+        check_choice(type(self).__name__, "mass", self.mass, MASSES)
+        if self.detach_mass and self.mass != "cluster":
+            raise bad_value('detach_mass with mass="cluster"', f"mass={self.mass!r}", "detach_mass=False")
+
+    def _answer(self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any) -> Attended:
+        said: Coarse = call.ops.coarse(
+            means, k, v, call.mask, call.scale, top=self.top, tangent=self.mass == "tangent", blocks=reach
+        )
+        keys, values = wide(take(k, said.near_at)), wide(take(v, said.near_at))  # (b h c t d), (b h c t e)
+        bias = torch.where(said.near_at < 0, NEVER, 0.0).to(keys.dtype)
+        if self.mass == "cluster":
+            near = self._fine(q, labels, keys, values, bias, call)
+            far = self._same_share(said, near, labels)
+            return merge(near, far)
+        # The far part of a cluster acts as one more key: the mean far key, shifted so that its logit is the
+        # tangent of the far log-sum-exp at the centroid (or, with a zero key, that log-sum-exp itself).
+        far_key, level = torch.zeros_like(means), said.far.lse
+        if self.mass == "tangent":
+            far_key, level = said.mean_key, level - (means * said.mean_key).sum(-1) * call.scale
+        keys = torch.cat([keys, far_key.unsqueeze(3)], 3)
+        values = torch.cat([values, said.far.out.unsqueeze(3)], 3)
+        return self._fine(q, labels, keys, values, torch.cat([bias, level.unsqueeze(3)], 3), call)
+
+    def _fine(self, q: Tensor, labels: Tensor, keys: Tensor, values: Tensor, bias: Tensor, call: Call) -> Attended:
+        """Each query attends to the few keys of its own cluster, in tiles of queries that share them."""
+        c, t = keys.shape[2:4]
+        table, cluster = tables.tiles(labels, c, TILE)
+        seats = cluster.unsqueeze(-1) * t + torch.arange(t, device=q.device)
+        open_mask = Mask(q.shape[2], c * t)  # visibility is already in the choice of keys and in the bias
+        return call.ops.bucketed(
+            q, keys.flatten(2, 3), values.flatten(2, 3), Buckets(table, seats), open_mask, call.scale, bias=bias.flatten(2, 3)
+        )
+
+    def _same_share(self, said: Coarse, near: Attended, labels: Tensor) -> Attended:
+        """Far weighs against near for each query as it does for the centroid: out is eq. 10, lse a true log-weight."""
+        empty = said.far.lse == NEVER
+        ratio = torch.where(empty, 0.0, said.far.lse) - torch.where(said.near_lse == NEVER, 0.0, said.near_lse)
+        if self.detach_mass:
+            ratio = ratio.detach()
+        lse = near.lse + broadcast(torch.where(empty, NEVER, ratio), labels)
+        return Attended(broadcast(said.far.out, labels), lse)
+
+    def cost(self, n: int, m: int, d: int, e: int) -> int:
+        tangent = self.mass == "tangent"
+        near = min(self.top, m) + (self.mass != "cluster")
+        centroids = min(self.clusters, n) * m * (d + e + (d if tangent else 0))
+        return self._grouping_cost(n, m, d) + centroids + n * near * (d + e)

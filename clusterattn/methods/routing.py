@@ -1,0 +1,138 @@
+"""Routing attention (Roy et al. 2021): k-means centroids pick the queries and keys that are nearest to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _draw
+from .._errors import bad_value, check_whole
+from .._types import Attended, Buckets, Call, Groups, Method
+from ..ops import tables
+from ..ops._chunks import wide
+from ._shared import TILE, or_self
+
+FIRST_STEPS = 5  # k-means steps where a call starts from its own data
+
+
+@dataclass(frozen=True)
+class RoutingState:
+    """What Routing learns between calls, shared by the batch."""
+
+    means: Tensor  # (h c d)
+    commitment: Tensor  # how far this call's tokens lie from their centroids: an auxiliary loss, with gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Method):
+    """Each centroid takes its ``window`` nearest queries and keys; a token may be taken by several centroids or by none.
+
+    A query taken by none goes to its nearest centroid all the same, and one that finds no key there (causal) to itself.
+    Tokens are compared on the unit sphere. Without ``state`` the centroids come from each sequence's own tokens; with
+    ``return_state=True`` they start from the whole batch and move by an exponential average (``decay``).
+    clusters=None means n / window, as published.
+    """
+
+    name: ClassVar[str] = "routing"
+    causality: ClassVar[str] = "value"
+    stateful: ClassVar[bool] = True
+    groups_type: ClassVar[type | None] = Buckets
+
+    clusters: int | None = None
+    window: int = 64
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        check_whole("Routing", window=self.window)
+        if self.clusters is not None:
+            check_whole("Routing", clusters=self.clusters)
+        if not 0.0 <= self.decay <= 1.0:
+            raise bad_value("Routing(decay between 0 and 1)", self.decay, "decay=0.999")
+
+    def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, RoutingState | None]:
+        b, h, n, _ = q.shape
+        x = F.normalize(wide(q), dim=-1)
+        y = F.normalize(wide(k).repeat_interleave(h // k.shape[1], 1), dim=-1)
+        valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
+        both, valid = torch.cat([x, y], 2).detach(), torch.cat([valid_q, valid_k], 1).unsqueeze(1)
+        if call.state is not None:
+            means = self._known(call.state, q).expand(b, -1, -1, -1)
+            alive = torch.ones(b, 1, means.shape[2], dtype=torch.bool, device=q.device)
+        elif call.keep_state:  # one set of centroids for the batch: its tokens are laid end to end
+            means, alive = self._start(both.transpose(0, 1).flatten(1, 2).unsqueeze(0), valid.reshape(1, 1, -1), n, call)
+            means, alive = means.expand(b, -1, -1, -1), alive.expand(b, -1, -1)
+        else:
+            means, alive = self._start(both, valid, n, call)
+        near_q, near_k = means @ x.detach().mT, means @ y.detach().mT  # (b h c n), (b h c m)
+        seats_q = self._nearest(near_q, valid_q, alive)
+        seats_k = self._nearest(near_k, valid_k, alive)
+        buckets = self._with_leftovers(near_q, seats_q, seats_k, valid_q, alive)
+        if not call.keep_state:
+            return buckets, None
+        return buckets, self._learn(torch.cat([x, y], 2), valid, means, alive, call)
+
+    def _known(self, state: object, q: Tensor) -> Tensor:
+        if not isinstance(state, RoutingState) or state.means.shape[0::2] != (q.shape[1], q.shape[3]):
+            got = tuple(state.means.shape) if isinstance(state, RoutingState) else type(state).__name__
+            raise bad_value(f"a RoutingState with means ({q.shape[1]} c {q.shape[3]})", got, "state=None to start from the data")
+        return state.means.to(wide(q).dtype).unsqueeze(0)
+
+    def _start(self, tokens: Tensor, valid: Tensor, n: int, call: Call) -> tuple[Tensor, Tensor]:
+        """Centroids (b h c d) of the tokens themselves. With padding fewer are alive: as many as without it."""
+        most = self.clusters or -(-n // self.window)
+        lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(most, tokens.shape[2]))  # (b 1 c)
+        alive = lots >= 0
+        if self.clusters is None and not call.keep_state:
+            real = call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1)
+            alive = alive & (torch.arange(lots.shape[-1], device=tokens.device) < -(-real // self.window))
+        at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
+        return call.ops.lloyd(tokens, valid, tokens.gather(2, at), alive, None, updates=FIRST_STEPS, signs=False), alive
+
+    def _nearest(self, near: Tensor, valid: Tensor, alive: Tensor) -> Tensor:
+        """The ``window`` valid tokens nearest to each living centroid: (b h c w)."""
+        near = near.masked_fill(~(valid[:, None, None] & alive.unsqueeze(-1)), float("-inf"))
+        best, at = near.topk(min(self.window, near.shape[-1]), -1)
+        return torch.where(best == float("-inf"), -1, at)
+
+    def _with_leftovers(self, near: Tensor, seats_q: Tensor, seats_k: Tensor, valid: Tensor, alive: Tensor) -> Buckets:
+        """Queries that no centroid took sit with the keys of the nearest one, in tiles of their own."""
+        b, h, c, n = near.shape
+        taken = torch.zeros(b, h, n + 1, dtype=torch.bool, device=near.device)
+        taken = taken.scatter(2, torch.where(seats_q < 0, n, seats_q).flatten(2), True)[..., :n]
+        home = near.masked_fill(~alive.unsqueeze(-1), float("-inf")).argmax(2)
+        home = torch.where(taken | ~valid.unsqueeze(1), -1, home)
+        table, cluster = tables.tiles(home, c, TILE)
+        z = seats_k.shape[-1]
+        keys = seats_k.gather(2, cluster.unsqueeze(-1).expand(-1, -1, -1, z))
+        # both kinds of bucket in one table: taken queries are cut into tiles of the same height
+        rows = -(-seats_q.shape[-1] // TILE)
+        seats_q = F.pad(seats_q, (0, rows * TILE - seats_q.shape[-1]), value=-1).view(b, h, c * rows, TILE)
+        return Buckets(torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2))
+
+    def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
+        """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
+        labels = call.ops.assign(tokens.detach(), means, alive, None, signs=True)  # the largest product
+        labels = torch.where(valid, labels, means.shape[2])
+        one_hot = F.one_hot(labels, means.shape[2] + 1)[..., :-1].to(tokens.dtype)  # (b h n c)
+        counts = one_hot.sum((0, 2)).unsqueeze(-1)
+        sums = torch.einsum("bhnc,bhnd->hcd", one_hot, tokens.detach())
+        old = means[0].detach()
+        seen = F.normalize(sums / counts.clamp(min=1), dim=-1)
+        new = torch.where(counts > 0, old * self.decay + seen * (1 - self.decay), old)
+        mine = means.detach().gather(2, labels.clamp(max=means.shape[2] - 1).unsqueeze(-1).expand_as(tokens))
+        apart = (tokens - mine).square().mean(-1) * valid
+        return RoutingState(new, apart.sum() / (valid.sum() * tokens.shape[1]).clamp(min=1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
+        assert isinstance(groups, Buckets)
+        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        return or_self(answer, q, k, v, call) if call.mask.causal else answer
+
+    def cost(self, n: int, m: int, d: int, e: int) -> int:
+        c, w = self.clusters or -(-n // self.window), min(self.window, m)
+        grouping = (FIRST_STEPS + 1) * (n + m) * c * d
+        return grouping + (c * min(self.window, n) + n) * w * (d + e)

@@ -1,0 +1,23 @@
+"""Cutting work into pieces that stay in a CPU's cache (or in a sensible slice of a GPU's memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def budget(x: Tensor) -> int:
+    """How many numbers one intermediate piece may hold."""
+    return 1 << 18 if x.device.type == "cpu" else 1 << 25
+
+
+def spans(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, max(size, 1)):
+        yield slice(start, min(start + max(size, 1), total))
+
+
+def wide(x: Tensor) -> Tensor:
+    """fp32 or better: the precision in which every sum, softmax and mass is taken."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,0 +1,156 @@
+"""Attention inside buckets, as a flash-style pair: forward keeps (out, lse) only, backward recomputes the weights.
+
+A pair (i, j) that shares several buckets counts once for each, or once in all when ``rank`` (b h r m) and the span of
+ranks ``low``/``high`` (b h r n) that query i meets in each round are given: its logit then loses log(meetings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._chunks import budget, spans, wide
+from ..merge import NEVER, flat_index
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Everything about a call but q, k and v."""
+
+    queries: Tensor  # (b h g s)
+    keys: Tensor  # (b h g z)
+    bias: Tensor | None  # (b h m) added to the logits of a key
+    low: Tensor | None
+    high: Tensor | None
+    rank: Tensor | None
+    scale: float
+    offset: int
+    left: int  # how far before itself a query sees; -1: any distance
+    right: int  # how far after itself; 0 is causal, -1 any distance
+    others: bool  # a query does not see itself
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A few buckets: row numbers into the flattened tensors, gathered rows, and the logits between them."""
+
+    index: slice
+    query_rows: Tensor  # (g s) into (b h n)
+    key_rows: Tensor  # (g z) into (b hk m)
+    bias_rows: Tensor  # (g z) into (b h m)
+    x: Tensor  # (g s d)
+    y: Tensor  # (g z d)
+    logits: Tensor  # (g s z), -inf where unseen
+
+
+def _split_long(queries: Tensor, keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Cut the queries of buckets whose s x z would be too large; their keys are shared by the parts."""
+    b, h, g, s = queries.shape
+    z = keys.shape[-1]
+    size = max(1, most // max(z, 1))
+    if s <= size:
+        return queries, keys
+    parts = -(-s // size)
+    queries = torch.nn.functional.pad(queries, (0, parts * size - s), value=-1).view(b, h, g * parts, size)
+    return queries, keys.repeat_interleave(parts, dim=2)
+
+
+def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -> Iterator[Piece]:
+    (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
+    s, z = queries.shape[-1], keys.shape[-1]
+    q_rows, k_rows = q.reshape(-1, d), k.reshape(-1, d)
+    query_at, key_at = queries.reshape(-1, s), keys.reshape(-1, z)
+    flat_queries = flat_index(queries, h, n).view(-1, s)
+    flat_keys = flat_index(keys, hk, m).view(-1, z)
+    flat_bias = flat_keys if hk == h else flat_index(keys, h, m).view(-1, z)
+    bias = None if how.bias is None else how.bias.reshape(-1)
+    for index in spans(len(query_at), budget(q) // max(s * z, s * d, z * d, 1)):
+        mine, theirs = query_at[index], key_at[index]
+        x = wide(q_rows.index_select(0, flat_queries[index].reshape(-1))).view(-1, s, d)
+        y = wide(k_rows.index_select(0, flat_keys[index].reshape(-1))).view(-1, z, d)
+        logits = torch.bmm(x, y.mT).mul_(how.scale)
+        if bias is not None:
+            logits += bias.index_select(0, flat_bias[index].reshape(-1)).view(-1, 1, z)
+        unseen = (theirs < 0).unsqueeze(1)
+        if how.left >= 0 or how.right >= 0 or how.others:
+            ahead = theirs.unsqueeze(1) - (mine + how.offset).unsqueeze(2)
+            if how.right >= 0:
+                unseen = unseen | (ahead > how.right)
+            if how.left >= 0:
+                unseen = unseen | (ahead < -how.left)
+            if how.others:
+                unseen = unseen | (ahead == 0)
+        if how.rank is not None and how.low is not None and how.high is not None:
+            logits -= _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).log_()
+        logits.masked_fill_(unseen, NEVER)
+        logits.masked_fill_((mine < 0).unsqueeze(2), NEVER)
+        yield Piece(index, flat_queries[index], flat_keys[index], flat_bias[index], x, y, logits)
+
+
+def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """In how many rounds each pair of the piece meets; at least 1, as it met here: (g s z)."""
+    b, h, r, n = low.shape
+    met = torch.zeros(*queries.shape, keys.shape[-1], device=low.device)
+    for one in range(r):
+        lows, highs, ranks = (x[:, :, one].reshape(-1) for x in (low, high, rank))
+        theirs = ranks[keys].unsqueeze(1)
+        met += (theirs >= lows[queries].unsqueeze(2)) & (theirs < highs[queries].unsqueeze(2))
+    return met.clamp_(min=1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating) -> tuple[Tensor, Tensor]:
+    (b, h, n, _), (hk, m, e) = q.shape, v.shape[1:]
+    queries, keys = _split_long(how.queries, how.keys, budget(q))
+    v_rows = v.reshape(-1, e)
+    seats = queries.reshape(-1, queries.shape[-1])
+    acc = torch.promote_types(q.dtype, torch.float32)
+    answers = torch.zeros(*seats.shape, e, dtype=acc, device=q.device)
+    weights = torch.full(seats.shape, NEVER, dtype=acc, device=q.device)
+    for piece in _pieces(q, k, queries, keys, how):
+        values = wide(v_rows.index_select(0, piece.key_rows.reshape(-1))).view(*piece.key_rows.shape, e)
+        highest = piece.logits.amax(-1, keepdim=True) if piece.logits.shape[-1] else weights[piece.index].unsqueeze(-1)
+        p = piece.logits.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
+        total = p.sum(-1, keepdim=True)
+        answers[piece.index] = torch.bmm(p, values).div_(torch.where(total > 0, total, 1.0))
+        weights[piece.index] = (total.log_() + highest).squeeze(-1)
+    # Seats of one query are joined by their log-weights, in the order of the table: the same bits every time.
+    rows = flat_index(queries, h, n).reshape(-1)
+    flat = torch.where(seats.reshape(-1) >= 0, weights.reshape(-1), NEVER)
+    highest = torch.full((b * h * n,), NEVER, dtype=acc, device=q.device).scatter_reduce_(0, rows, flat, "amax")
+    shift = torch.where(highest == NEVER, 0.0, highest)
+    share = torch.exp(flat - shift[rows])
+    total = torch.zeros(b * h * n, dtype=acc, device=q.device).index_add_(0, rows, share)
+    answers = answers.view(-1, e).mul_((share / torch.where(total > 0, total, 1.0)[rows]).unsqueeze(-1))
+    out = torch.zeros(b * h * n, e, dtype=acc, device=q.device).index_add_(0, rows, answers)
+    return out.view(b, h, n, e), (total.log() + shift).view(b, h, n)
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
+    queries, keys = _split_long(how.queries, how.keys, budget(q))
+    acc = lse.dtype
+    flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
+    delta = ((d_out * out).sum(-1) - d_lse).reshape(-1)
+    d_rows, v_rows = d_out.reshape(-1, e), v.reshape(-1, e)
+    dq = torch.zeros(b * h * n, d, dtype=acc, device=q.device)
+    dk = torch.zeros(b * hk * m, d, dtype=acc, device=q.device)
+    dv = torch.zeros(b * hk * m, e, dtype=acc, device=q.device)
+    d_bias = torch.zeros(b * h * m if how.bias is not None else 0, dtype=acc, device=q.device)
+    for piece in _pieces(q, k, queries, keys, how):
+        flat_q, flat_k = piece.query_rows.reshape(-1), piece.key_rows.reshape(-1)
+        values = wide(v_rows.index_select(0, flat_k)).view(*piece.key_rows.shape, e)
+        dy = d_rows.index_select(0, flat_q).view(*piece.query_rows.shape, e)
+        p = piece.logits.sub_(flat_lse[piece.query_rows].unsqueeze(-1)).exp_()
+        dv.index_add_(0, flat_k, torch.bmm(p.mT, dy).view(-1, e))
+        ds = torch.bmm(dy, values.mT).sub_(delta[piece.query_rows].unsqueeze(-1)).mul_(p)
+        if how.bias is not None:
+            d_bias.index_add_(0, piece.bias_rows.reshape(-1), ds.sum(1).view(-1))
+        ds.mul_(how.scale)
+        dq.index_add_(0, flat_q, torch.bmm(ds, piece.y).view(-1, d))
+        dk.index_add_(0, flat_k, torch.bmm(ds.mT, piece.x).view(-1, d))
+    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, -1)

@@ -1,0 +1,104 @@
+"""coarse: centroids attend to all keys; and top_keys, its exhaustive cousin for the oracle.
+
+Torch.library ops: compiled graphs see one node whatever the length, and backward recomputes the (c x m) weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..._types import Attended, Mask
+from . import reference
+from .reference import Reach
+
+
+@dataclass(frozen=True)
+class Coarse:
+    """What each centroid says: the far part, its mean key, and which keys are near."""
+
+    far: Attended  # (b h c e), (b h c): over all but the near keys
+    mean_key: Tensor  # (b h c d), or (b h c 0) when not asked for
+    near_at: Tensor  # (b h c t), -1 = no such key
+    near_lse: Tensor  # (b h c)
+
+
+_Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("clusterattn::coarse", mutates_args=())
+def _coarse(
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int,
+) -> _Fields:  # fmt: skip
+    return reference.forward(c, k, v, key_mask, Reach(scale, top, tangent, per, first, step))
+
+
+@_coarse.register_fake
+def _(c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], scale: float, top: int, tangent: bool, *_: int) -> _Fields:
+    lead, acc = c.shape[:3], torch.promote_types(c.dtype, torch.float32)
+    return (
+        c.new_empty((*lead, v.shape[3]), dtype=acc), c.new_empty((*lead, c.shape[3] if tangent else 0), dtype=acc),
+        c.new_empty(lead, dtype=acc), c.new_empty(lead, dtype=acc),
+        c.new_empty((*lead, min(top, k.shape[2])), dtype=torch.int64),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("clusterattn::coarse_backward", mutates_args=())
+def _coarse_backward(
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    how = Reach(scale, top, tangent, per, first, step)
+    return reference.backward(
+        d_out, d_mean, d_lse, d_near, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how
+    )
+
+
+@_coarse_backward.register_fake
+def _(
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(x.new_empty(x.shape, dtype=d_lse.dtype) for x in (c, k, v))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
+    c, k, v, key_mask, *ctx.how = inputs
+    ctx.save_for_backward(c, k, v, key_mask, *output)
+    ctx.mark_non_differentiable(output[4])
+
+
+def _give_back(ctx: Any, d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, _: Any) -> tuple[Any, ...]:
+    c, k, v, *rest = ctx.saved_tensors
+    dc, dk, dv = _coarse_backward(d_out, d_mean, d_lse, d_near, c, k, v, *rest, *ctx.how)
+    return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
+
+
+_coarse.register_autograd(_give_back, setup_context=_keep)
+
+
+def coarse(
+    c: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *, top: int, tangent: bool, blocks: tuple[int, int, int] = (0, 0, 0)
+) -> Coarse:
+    """Centroids c (b h c d) over the keys. blocks = (clusters per block, keys before block 1, keys per block)."""
+    out, mean_key, lse, near_lse, near_at = _coarse(c, k, v, mask.keys, scale, top, tangent, *blocks)
+    return Coarse(Attended(out, lse), mean_key, near_at, near_lse)
+
+
+@torch.library.custom_op("clusterattn::top_keys", mutates_args=())
+def _top_keys(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) -> Tensor:
+    return reference.top_keys(q, k, key_mask, top, causal)
+
+
+@_top_keys.register_fake
+def _(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) -> Tensor:
+    return q.new_empty((*q.shape[:3], min(top, k.shape[2])), dtype=torch.int64)
+
+
+def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int) -> Tensor:
+    """The best visible keys of every query, by exhaustive search: (b h n t)."""
+    return _top_keys(q.detach() * scale, k.detach(), mask.keys, top, mask.causal)

@@ -1,0 +1,89 @@
+"""Lloyd's algorithm over (lead n w) points, and farthest-first starts. No gradient anywhere.
+
+All three metrics assign by the same product, ``argmax_c  x . f(c) - offset(c)``:
+
+    hamming  points and centroids are signs (+1/-1); f(c) = c, offset 0; the update is a bitwise majority
+    euclid   f(c) = c,   offset ½ c.c
+    keys     f(c) = S c, offset ½ c.S c   with S = Cov(K): the distance between two queries as the keys see it
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._chunks import budget, spans
+from ..merge import NEVER
+
+
+def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> tuple[Tensor, Tensor]:
+    """The product's right side (lead w c) and its offset (lead 1 c); dead clusters can never win."""
+    seen = centroids if form is None else torch.bmm(centroids, form)
+    offset = torch.zeros_like(alive, dtype=centroids.dtype) if signs else (centroids * seen).sum(-1).mul_(-0.5)
+    return seen.mT.contiguous(), offset.masked_fill_(~alive, NEVER).unsqueeze(1)
+
+
+def assign(points: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> Tensor:
+    """The best centroid of every point (lead n); ties go to the lowest index."""
+    lead, n, w = points.shape
+    c = centroids.shape[1]
+    labels = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
+    if n == 0 or c == 0:
+        return labels
+    right, offset = _scorer(centroids, alive, form, signs)
+    rows = max(1, min(n, budget(points) // c))
+    for heads in spans(lead, budget(points) // (rows * c)):
+        for some in spans(n, rows):
+            scores = torch.baddbmm(offset[heads], points[heads, some], right[heads])
+            labels[heads, some] = scores.max(-1).indices
+    return labels
+
+
+def _sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
+    """Sum of the points of each cluster (lead c w); label -1 is left out. The same bits every time, on any device."""
+    lead, n, w = points.shape
+    if points.device.type == "cpu":
+        bins = torch.where(labels < 0, clusters, labels) + torch.arange(lead, device=points.device).unsqueeze(-1) * (clusters + 1)
+        total = points.new_zeros(lead * (clusters + 1), w).index_add_(0, bins.view(-1), points.reshape(-1, w))
+        return total.view(lead, clusters + 1, w)[:, :clusters]
+    total = points.new_zeros(lead, clusters, w)  # atomics would change the order of summation from run to run
+    for some in spans(n, budget(points) // max(lead * clusters, 1)):
+        chosen = labels[:, some, None] == torch.arange(clusters, device=points.device)
+        total.baddbmm_(chosen.to(points.dtype).mT, points[:, some])
+    return total
+
+
+def lloyd(
+    points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None, updates: int, signs: bool
+) -> Tensor:
+    """Centroids (lead c w) after ``updates`` rounds of assign and update. An empty cluster keeps its place."""
+    centroids = centroids.clone()
+    for _ in range(updates):
+        labels = assign(points, centroids, alive, form, signs).masked_fill_(~valid, -1)
+        sums = _sums(points, labels, centroids.shape[1])
+        counts = torch.zeros(*alive.shape, dtype=points.dtype, device=points.device)
+        counts.scatter_add_(1, labels.clamp(min=0), valid.to(points.dtype))
+        # signs: a majority, a drawn vote being 0 as a bit (-1 as a sign)
+        means = torch.where(sums > 0, 1.0, -1.0).to(sums.dtype) if signs else sums / counts.clamp(min=1).unsqueeze(-1)
+        centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
+    return centroids
+
+
+def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None) -> Tensor:
+    """Positions (lead c) of points that lie far apart: first the farthest from the mean, then always the point
+    farthest from all chosen ones. -1 once the valid points are used up."""
+    lead, n, w = points.shape
+    held = points.masked_fill(~valid.unsqueeze(-1), 0.0)
+    held = held - (held.sum(1, keepdim=True) / valid.sum(1).clamp(min=1).view(-1, 1, 1))
+    gram = torch.bmm(held if form is None else torch.bmm(held, form), held.mT)
+    norms = gram.diagonal(dim1=1, dim2=2)
+    gap = norms.masked_fill(~valid, NEVER).clone()  # to the mean at first
+    chosen = torch.full((lead, clusters), -1, dtype=torch.int64, device=points.device)
+    heads = torch.arange(lead, device=points.device)
+    for j in range(min(clusters, n)):
+        best, at = gap.max(-1)
+        chosen[:, j] = torch.where(best == NEVER, -1, at)
+        apart = norms + norms.gather(1, at.unsqueeze(1)) - 2 * gram[heads, at]
+        gap = apart.masked_fill_(~valid, NEVER) if j == 0 else torch.minimum(gap, apart)
+        gap.scatter_(1, at.unsqueeze(1), NEVER)
+    return chosen

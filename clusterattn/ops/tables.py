@@ -1,0 +1,80 @@
+"""Seating plans: integer tables from labels, orders and counts. Pure torch, no host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._types import Buckets
+
+
+def valid_first(keys_to_sort: Tensor, valid: Tensor) -> Tensor:
+    """A stable order of positions by key with the invalid ones last: (... n)."""
+    if keys_to_sort.is_floating_point():
+        keys_to_sort = keys_to_sort.masked_fill(~valid, float("inf"))
+    else:
+        keys_to_sort = keys_to_sort.masked_fill(~valid, torch.iinfo(keys_to_sort.dtype).max)
+    return keys_to_sort.argsort(dim=-1, stable=True)
+
+
+def cut(order: Tensor, start: Tensor, stop: Tensor, seats: int) -> Tensor:
+    """Seat ``order[start:stop]`` in each bucket: order (b h n), start and stop (b 1 g) -> (b h g seats)."""
+    rank = start.unsqueeze(-1) + torch.arange(seats, device=order.device)
+    taken = rank < stop.unsqueeze(-1)
+    rank = torch.where(taken, rank, 0).expand(*order.shape[:2], -1, -1)
+    return torch.where(taken, order.gather(2, rank.flatten(2)).view_as(rank), -1)
+
+
+def look_back(table: Tensor, used: Tensor, blocks: int) -> Tensor:
+    """Each bucket with the ``blocks - 1`` before it, around the circle of the ``used`` (b) buckets: (b h g blocks*s).
+
+    With fewer used buckets than ``blocks`` nobody is seated twice.
+    """
+    b, h, g, s = table.shape
+    mine = torch.arange(g, device=table.device)
+    used = used.view(b, 1)
+    seen = []
+    for back in range(blocks):
+        whose = (mine - back) % used.clamp(min=1)  # (b g)
+        rows = table.gather(2, whose.view(b, 1, g, 1).expand(b, h, g, s))
+        seen.append(rows.masked_fill(((back >= used) | (mine >= used)).view(b, 1, g, 1), -1))
+    return torch.cat(seen, -1)
+
+
+def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
+    """Queries of one cluster in tiles of ``seats``: the table (b h g seats) and each tile's cluster (b h g).
+
+    g = ceil(n / seats) + clusters is always enough, whatever the labels; label -1 is seated nowhere.
+    """
+    b, h, n = labels.shape
+    g = (n + seats - 1) // seats + clusters
+    home = torch.where(labels < 0, clusters, labels)  # the homeless sort last
+    home, order = home.sort(dim=-1, stable=True)
+    counts = torch.zeros(b, h, clusters + 1, dtype=torch.int64, device=labels.device)
+    counts = counts.scatter_add(2, home, torch.ones_like(home))
+    before = counts.cumsum(-1) - counts
+    tiles_of = (counts + seats - 1) // seats
+    last_tile = tiles_of.cumsum(-1)
+    place = torch.arange(n, device=labels.device) - before.gather(2, home)
+    seat = (last_tile - tiles_of).gather(2, home) * seats + place
+    seat = torch.where(home == clusters, g * seats, seat)  # one spare seat swallows them
+    table = torch.full((b, h, g * seats + 1), -1, dtype=torch.int64, device=labels.device)
+    table = table.scatter(2, seat, order)[..., : g * seats].view(b, h, g, seats)
+    tile = torch.arange(g, device=labels.device).expand(b, h, g).contiguous()
+    cluster = torch.searchsorted(last_tile[..., :clusters].contiguous(), tile, right=True)
+    return table, cluster.clamp(max=clusters - 1)
+
+
+def hide(keys: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Empty the seats of masked keys: keys (b h g z), key_mask (b m)."""
+    if key_mask is None:
+        return keys
+    b, h, g, z = keys.shape
+    real = key_mask.gather(1, keys.clamp(min=0).reshape(b, -1)).view(b, h, g, z)
+    return torch.where(real, keys, -1)
+
+
+def everyone(b: int, h: int, n: int, m: int, device: torch.device) -> Buckets:
+    """One bucket for all: exact attention."""
+    queries, keys = torch.arange(n, device=device), torch.arange(m, device=device)
+    return Buckets(queries.expand(b, h, 1, n), keys.expand(b, h, 1, m))
