@@ -141,9 +141,9 @@ class Method:
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:
-        fields = {f.name for f in dataclasses.fields(cls)}
+        fields = cls.__dataclass_fields__
         given = {name: value for name, value in settings.items() if name != "method"}
-        strange = sorted(set(given) - fields)
+        strange = [name for name in given if name not in fields]
         if strange:
             raise bad_value(f"settings of {cls.__name__}: {', '.join(sorted(fields)) or 'none'}", ", ".join(strange), "removing them")
         return cls(**given)

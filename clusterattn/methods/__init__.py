@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from typing import Any, Union
 
 from .._errors import bad_type, bad_value
@@ -51,11 +50,15 @@ def _named(name: str) -> type[Method]:
     return found
 
 
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+
+
 def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
-        return text
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if text.lstrip("+-").isdigit():
+        return int(text)
+    return float(text) if text.replace(".", "", 1).replace("e-", "", 1).isdigit() else text
 
 
 __all__ = [
