@@ -14,7 +14,7 @@ from torch import Tensor
 # Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
 _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
 _LOW = 0xFFFFFFFF
-STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS = 1, 2, 3
+STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE = 1, 2, 3, 4
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -48,11 +48,15 @@ def directions(rounds: int, each: int, d: int, seed: int, like: Tensor) -> Tenso
 
 
 def lottery(valid: Tensor, seed: int, stream: int, most: int) -> Tensor:
-    """``most`` distinct valid positions in random order, (... most); -1 once the valid ones are used up.
+    """``most`` distinct valid positions spread at random over the sequence, (... most); -1 once the valid ones are used up.
 
-    The lot of a token depends on its rank among the valid ones alone, so padding changes nobody's luck.
+    Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the valid
+    tokens are drawn, so padding changes nobody's luck; nothing is sorted and the cost does not grow with the length.
     """
-    rank = valid.cumsum(-1) - 1
-    lots = torch.where(valid, bits(rank, seed, stream) << 30 | rank, -1)  # the rank breaks ties
-    best, at = lots.topk(most, -1)
-    return torch.where(best >= 0, at, -1)
+    seen = valid.cumsum(-1)
+    total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
+    lot = torch.arange(most, device=valid.device)
+    rank = ((lot << 32) + bits(lot, seed, stream)).double() * (total.double() / (most * 2.0**32))
+    rank = torch.where(total > most, rank.long().clamp(max=total - 1), lot.expand_as(rank))
+    at = torch.searchsorted(seen, (rank + 1).expand(*valid.shape[:-1], most).contiguous())
+    return torch.where(rank < total, at, -1)

@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
-from .measure._extra import INSTALL, need
+from .measure._extra import need
+from .measure.show import progress, show_bench, show_comparison, show_env
 
-try:
+with contextlib.suppress(ModuleNotFoundError):  # main() says what to install
     import typer
-except ModuleNotFoundError:  # main() says what to install
-    if not TYPE_CHECKING:
-        typer = None
 
 if TYPE_CHECKING:
     from ._types import Method
-    from .measure.compare import Comparison
     from .measure.rows import Row
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -31,24 +28,35 @@ LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16
 
 ABOUT = """Clustered and sparse attention, measured against exact attention.
 
-[bold]Start here[/]
+[bold]Every method on a real sample, as a table and a report.html[/]
 
-  clusterattn compare                                  [dim]every method on a real sample; writes report.html[/]
+  clusterattn compare
 
-  clusterattn compare --qkv mine.safetensors           [dim]the same on your own q, k, v[/]
+[bold]The same on your own q, k, v[/]
 
-  clusterattn compare --method refined:top=64 --json   [dim]one method, rows for machines[/]
+  clusterattn compare --qkv mine.safetensors
 
-  clusterattn bench --lengths 1024,4096,16384          [dim]time and memory per token against the length[/]
+[bold]One method at one budget, rows for machines[/]
 
-  clusterattn env                                      [dim]versions, devices, which backend would run[/]
+  clusterattn compare --method refined:clusters=50,top=64 --json
+
+[bold]Time and memory per token against the length[/]
+
+  clusterattn bench --lengths 1024,4096,16384
+
+[bold]What is installed, and which backend would run[/]
+
+  clusterattn env
 """
 
 
 def main() -> None:
     """The entry point. Without the extra it says what to install."""
-    if typer is None:
-        sys.exit(f"clusterattn: the commands need a few packages that the library itself does not.\nInstall them: {INSTALL}")
+    try:
+        need("typer")
+    except ModuleNotFoundError as missing:
+        print(f"error: {missing}", file=sys.stderr)
+        sys.exit(2)
     build()()
 
 
@@ -68,38 +76,59 @@ def build() -> typer.Typer:
 
 def compare(
     qkv: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
-            help="safetensors with q (b h n d), k (b hk m d), v (b hk m e), and key_mask (b m) if any. Default: the embedded sample.",
+            help="safetensors with q (b h n d), k (b hk m d), v (b hk m e), key_mask (b m) if any. "
+            "Default: the embedded sample.",
             show_default=False,
         ),
     ] = None,
     method: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
-            help="NAME or NAME:key=value,… May be repeated. Settings left open follow the options below. Default: every method.",
+            help="NAME or NAME:key=value,… May be repeated. What it leaves open follows the options below. "
+            "Default: every method.",
             show_default=False,
         ),
     ] = None,
-    clusters: Annotated[Optional[int], typer.Option(min=1, help="Clusters of queries [default: n/20, at most 100]")] = None,
-    top: Annotated[Optional[int], typer.Option(min=1, help="Exact keys per cluster or query [default: 32]")] = None,
-    rounds: Annotated[Optional[int], typer.Option(min=1, help="Hashing rounds of smyrf and reformer [default: 4]")] = None,
-    seats: Annotated[Optional[int], typer.Option(min=1, help="Bucket size of smyrf [default: n/16, at most 64]")] = None,
-    window: Annotated[Optional[int], typer.Option(min=1, help="Window of local and routing [default: their own]")] = None,
-    causal: Annotated[bool, typer.Option(help="Causal attention; methods without a causal form are left out.")] = False,
+    clusters: Annotated[
+        int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: 32)")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
+    ] = None,
+    seats: Annotated[
+        int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option(help="Causal attention; methods without a causal form are left out.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    repetitions: Annotated[int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")] = 5,
-    sweep: Annotated[bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path("clusterattn-report"),
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")
+    ] = 5,
+    sweep: Annotated[
+        bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path(
+        "clusterattn-report"
+    ),
     report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
+    ] = False,
 ) -> None:
     """Every method on the same q, k, v: error, time and memory against exact attention.
 
-    Prints a table and writes one self-contained report.html: the table, error against time, attention maps side by side,
-    the clusters drawn.
+    Prints a table and writes one self-contained report.html: error against time, attention maps, clusters.
 
     [bold]Examples[/]
 
@@ -118,51 +147,70 @@ def compare(
         from .measure.rows import dumps
         from .measure.sample import embedded, load
 
+        _need_now("safetensors", "rich", *(("matplotlib", "jinja2") if report else ()))
         sample = (embedded() if qkv is None else load(qkv)).to(_device(device), _dtype(dtype))
-        budget = methods_for(sample.shape[2], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window)
+        budget = methods_for(
+            sample.shape[2], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window
+        )
         chosen = [_completed(each, budget) for each in method] if method else budget
         if method:
             _insist(chosen, sample, causal)
-        with _progress() as tick:
+        with progress() as tick:
             result = measure(
-                sample, chosen, causal=causal, seed=seed, repetitions=repetitions, sweep=sweep and report, tick=tick
+                sample,
+                chosen,
+                causal=causal,
+                seed=seed,
+                repetitions=repetitions,
+                sweep=sweep and report,
+                tick=tick,
             )
         written = write_report(result, out, command=_command()) if report else []
         if as_json:
             print(dumps(result.rows))
         else:
-            _show_comparison(result, written)
+            show_comparison(result, written)
 
 
 def bench(
     method: Annotated[
-        Optional[list[str]],
-        typer.Option(help=f"NAME or NAME:key=value,… May be repeated. Default: {', '.join(BENCHED)}.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            help=f"NAME or NAME:key=value,… May be repeated. Default: {', '.join(BENCHED)}.",
+            show_default=False,
+        ),
     ] = None,
     lengths: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help=f"Comma-separated. Default on the CPU: {LENGTHS['cpu']}.", show_default=False),
     ] = None,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     heads: Annotated[int, typer.Option(min=1)] = 6,
     dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
     dtype: Annotated[
-        Optional[str], typer.Option(help=f"{', '.join(DTYPES)} [default: float32; on cuda bfloat16]", show_default=False)
+        str | None,
+        typer.Option(help=f"{', '.join(DTYPES)} (default: float32; on cuda bfloat16)", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     causal: Annotated[bool, typer.Option(help="Causal attention.")] = False,
     backward: Annotated[bool, typer.Option(help="Measure forward + backward as well.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory as well.")] = True,
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns that every method takes; its fastest counts.")] = 5,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Turns that every method takes; its fastest counts.")
+    ] = 5,
     seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass.")] = 30.0,
-    threads: Annotated[Optional[int], typer.Option(min=1, help="CPU threads [default: torch's]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")] = Path("clusterattn-bench"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")
+    ] = Path("clusterattn-bench"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
+    ] = False,
 ) -> None:
-    """Time and peak memory per token against the length, beside PyTorch's own exact attention in the same run.
+    """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
 
-    Methods and peer take turns, so that a slow moment of the machine falls on all alike. On CUDA each method is first
+    All take turns, so that a slow moment of the machine falls on all alike. On CUDA each method is first
     checked against its reference; one that fails gets no time.
 
     [bold]Examples[/]
@@ -183,6 +231,7 @@ def bench(
         from .measure.plots import scaling
         from .measure.sample import mixture
 
+        _need_now("rich", "matplotlib")
         where = _device(device)
         many = _lengths(lengths or LENGTHS[where])
         methods = _distinct([_method(each) for each in method or BENCHED])
@@ -195,7 +244,7 @@ def bench(
         passes = PASSES if backward else PASSES[:1]
         path = files.rows_path(out, "bench", where)
         found: list[Row] = []
-        with _progress() as tick:
+        with progress() as tick:
             for row in measure(
                 methods,
                 lengths=many,
@@ -218,7 +267,7 @@ def bench(
         if as_json:
             print(files.dumps(found))
         else:
-            _show_bench(found, [path, picture])
+            show_bench(found, [path, picture])
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
@@ -231,7 +280,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
         from . import ops
         from .measure.rows import dumps, environment
 
-        extras = {}
+        extras: dict[str, str | None] = {}
         for name in ("triton", "numpy", "matplotlib", "safetensors", "transformers"):
             try:
                 extras[name] = importlib.metadata.version(name)
@@ -245,81 +294,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
             listed = [dict(zip(keys, each, strict=True)) for each in verbs]
             print(dumps({"environment": around, "packages": extras, "devices": _devices(), "verbs": listed}))
             return
-        rich, table = _console(), need("rich.table")
-        facts = table.Table.grid(padding=(0, 2))
-        for key, value in {**around, **extras}.items():
-            facts.add_row(f"[dim]{key}[/]", "[dim]not there[/]" if value is None else str(value))
-        for key, value in _devices().items():
-            facts.add_row(f"[dim]{key}[/]", value)
-        rich.print(facts)
-        shown = table.Table(box=need("rich.box").SIMPLE_HEAD)
-        for title in ("device", "operation", "backend", "why not a faster one"):
-            shown.add_column(title)
-        for each in verbs:
-            shown.add_row(*("" if cell is None else str(cell) for cell in each))
-        rich.print(shown)
-
-
-def _show_comparison(result: Comparison, written: Sequence[Path]) -> None:
-    from .measure.report import headline, table_cells
-
-    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
-    b, h, n, m, d, _ = result.sample.shape
-    rich.print(f"[dim]{_literal(result.sample.source)}[/]", highlight=False)
-    rich.print(f"[dim]{b} × {h} heads × {n} queries × {m} keys × {d}{', causal' if result.causal else ''}[/]", highlight=False)
-    table.add_column("method", no_wrap=True)
-    for title in ("output error", "row L1", "time", "speed", "memory", "of exact's", "multiply-adds"):
-        table.add_column(title, justify="right", no_wrap=True)
-    exact, *others = result.rows
-    table.add_row(*(f"[dim]{cell}[/]" for cell in (exact["method"], *table_cells(exact))))
-    for row in sorted(others, key=lambda row: float(row["error"])):
-        table.add_row(_literal(row["method"]), *table_cells(row))
-    rich.print(table)
-    for label, why in result.skipped.items():
-        rich.print(f"[dim]not measured: {_literal(label)} ({why})[/]", highlight=False)
-    for note in result.notes:
-        rich.print(f"[dim]{note}[/]", highlight=False)
-    rich.print(headline(result), highlight=False)
-    _show_written(written)
-
-
-def _show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .measure.report import human_bytes, human_seconds
-
-    rich = _console()
-    lengths = sorted({row["n"] for row in rows})
-    for which in dict.fromkeys(row["pass"] for row in rows):
-        table = need("rich.table").Table(
-            title=f"{which}: time per token, speed against exact, peak memory per token",
-            title_justify="left",
-            box=need("rich.box").SIMPLE_HEAD,
-        )
-        table.add_column("method", no_wrap=True)
-        for n in lengths:
-            table.add_column(f"N = {n}", justify="right")
-        mine = [row for row in rows if row["pass"] == which]
-        for label in dict.fromkeys(row["method"] for row in mine):
-            cells = []
-            for row in (row for row in mine if row["method"] == label):
-                if row.get("failed"):
-                    cells.append("[red]wrong[/]")
-                    continue
-                memory = "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
-                cells.append(f"{human_seconds(row['seconds_per_token'])}\n[bold]{row['speedup']:.2f}×[/]{memory}")
-            table.add_row(_literal(label), *cells, end_section=True)
-        rich.print(table)
-    for row in rows:
-        if row.get("failed"):
-            rich.print(f"[red]{_literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed[/]")
-    _show_written(written)
-
-
-def _show_written(paths: Sequence[Path]) -> None:
-    if paths:
-        rich = _console()
-        rich.print()
-        for path in paths:
-            rich.print(f"  {path}", highlight=False, soft_wrap=True, markup=False)
+        show_env({**around, **extras, **_devices()}, verbs)
 
 
 def _method(spec: str) -> Method:
@@ -332,7 +307,9 @@ def _method(spec: str) -> Method:
 def _completed(spec: str, budget: Sequence[Method]) -> Method:
     """A method as asked for; settings that the words leave open come from the budget."""
     given = _method(spec)
-    named = [setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()]
+    named = [
+        setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()
+    ]
     usual = next(each for each in budget if each.name == given.name)
     return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
 
@@ -359,7 +336,9 @@ def _lengths(text: str) -> list[int]:
     except ValueError:
         many = []
     if not many or many[0] < 1:
-        raise bad_value("--lengths as whole numbers >= 1 with commas between", repr(text), "--lengths 1024,4096")
+        raise bad_value(
+            "--lengths as whole numbers >= 1 with commas between", repr(text), "--lengths 1024,4096"
+        )
     return many
 
 
@@ -371,7 +350,11 @@ def _device(name: str) -> str:
     if name not in ("cpu", "cuda"):
         raise bad_value("--device cpu or cuda", repr(name), "--device cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise bad_value("a CUDA device", "none that this torch can see", "--device cpu, or `clusterattn env` for what is here")
+        raise bad_value(
+            "a CUDA device",
+            "none that this torch can see",
+            "--device cpu, or `clusterattn env` for what is here",
+        )
     return name
 
 
@@ -389,53 +372,30 @@ def _devices() -> dict[str, str]:
     import torch
 
     if not torch.cuda.is_available():
-        return {"cuda": f"none that this torch can see (built for CUDA {torch.version.cuda})" if torch.version.cuda else "none: this torch is a CPU build"}
+        return {
+            "cuda": f"none that this torch can see (built for CUDA {torch.version.cuda})"
+            if torch.version.cuda
+            else "none: this torch is a CPU build"
+        }
     found = {}
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
-        found[f"cuda:{i}"] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+        found[f"cuda:{i}"] = (
+            f"{about.name}, {about.total_memory / 2**30:.0f} GiB, capability {about.major}.{about.minor}"
+        )
     return found
+
+
+def _need_now(*modules: str) -> None:
+    """Miss a package before the work, not after it."""
+    for module in modules:
+        need(module)
 
 
 def _command() -> str:
     import shlex
 
     return shlex.join(["clusterattn", *sys.argv[1:]])
-
-
-def _console(stderr: bool = False) -> Any:
-    console = need("rich.console").Console(stderr=stderr)
-    if not console.is_terminal:  # a pipe or a file has no width of its own: leave tables whole
-        console.width = max(console.width, 140)
-    return console
-
-
-def _literal(text: str) -> str:
-    return str(need("rich.markup").escape(text))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int], object]]:
-    """A bar on stderr, so that stdout stays clean for --json and pipes."""
-    parts = need("rich.progress")
-    bar = parts.Progress(
-        parts.TextColumn("{task.description}"),
-        parts.BarColumn(),
-        parts.MofNCompleteColumn(),
-        parts.TimeElapsedColumn(),
-        console=_console(stderr=True),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("measuring", total=None)
-        done = -1  # the step being announced has only begun
-
-        def tick(text: str, total: int) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, completed=done, total=total, description=_literal(text))
-
-        yield tick
 
 
 @contextlib.contextmanager

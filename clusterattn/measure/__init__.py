@@ -1,6 +1,6 @@
 """How close to exact attention, how fast, how much memory: measured, written down as rows, drawn.
 
-Here ``error``, ``speed``, ``sample`` and ``rows`` need torch alone; ``plots`` and ``report`` need the extra "cli".
+Measuring needs torch alone; ``plots``, ``report`` and ``show`` need the extra "cli".
 """
 
 from .error import exact_answer, head_errors, relative_error, row_l1

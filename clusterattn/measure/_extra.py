@@ -14,4 +14,6 @@ def need(module: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         absent = f"{missing.name or module} is not installed"
-        raise ModuleNotFoundError(f"{absent}; it comes with the commands: {INSTALL}", name=missing.name) from None
+        raise ModuleNotFoundError(
+            f"{absent}; it comes with the commands: {INSTALL}", name=missing.name
+        ) from None

@@ -1,7 +1,7 @@
 """Time and peak memory per token against the length, forward and forward + backward, beside exact attention.
 
-The peer is ``F.scaled_dot_product_attention`` as a user would call it; on CUDA every backend of it that runs is timed
-and the fastest one counts, at every length.
+The peer is ``F.scaled_dot_product_attention`` as a user would call it; on CUDA every backend of it that runs
+is timed and the fastest one counts, at every length.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .speed import Run, interleaved, peak_memory
 
 PEER = "sdpa"
 PASSES = ("forward", "forward+backward")
+CHECKED_ON = ("cuda",)  # devices where another backend than the reference may answer
 CHECKED_LENGTH = 1024  # kernels are proved right on the first so many tokens before they are timed
 MEMORY_BY = {"cpu": "torch's CPU allocator (profiler)", "cuda": "torch.cuda.max_memory_allocated"}
 
@@ -44,7 +45,7 @@ def bench(
     memory: bool = True,
     tick: Tick | None = None,
 ) -> Iterator[Row]:
-    """Rows as they are measured, shortest length first: for each length and pass the peer, then each method."""
+    """Rows as they are measured, shortest length first: for each pass the peer, then each method."""
     device = torch.device(device)
     steps = len(lengths) * len(passes)
     around = environment(device)
@@ -57,24 +58,27 @@ def bench(
             if tick is not None:
                 tick(f"{n} tokens, {which}", steps)
             for method in methods:
-                fault = _fault(sample, method, causal, backward, seed) if device.type == "cuda" else None
+                fault = _fault(sample, method, causal, backward, seed) if device.type in CHECKED_ON else None
                 if fault is None:
                     runs[str(method)] = pass_of(sample, method, causal=causal, backward=backward, seed=seed)
                 else:
                     wrong[str(method)] = fault
-            taken = {
-                name: min(times)
-                for name, times in interleaved(runs, repetitions=repetitions, device=device, seconds=seconds).items()
-            }
+            turns = interleaved(runs, repetitions=repetitions, device=device, seconds=seconds)
+            taken = {name: min(times) for name, times in turns.items()}
             best = min(peers, key=lambda name: taken[name])
-            held = {name: peak_memory(runs[name], device) for name in runs if name in (best, *map(str, methods))} if memory else {}
+            held = (
+                {name: peak_memory(runs[name], device) for name in runs if name in (best, *map(str, methods))}
+                if memory
+                else {}
+            )
             where = {
                 **dict(zip("bhnd", (batch, heads, n, dim), strict=True)),
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
                 "causal": causal,
                 "pass": which,
-                "repetitions": repetitions,
+                "repetitions": len(turns[best]),
+                "data": sample.source,
                 "memory_by": MEMORY_BY[device.type],
                 "environment": around,
             }
@@ -98,12 +102,20 @@ def bench(
 
 
 def pass_of(
-    sample: Sample, method: Method, *, causal: bool = False, backward: bool = False, seed: int = 0, backend: str = "auto"
+    sample: Sample,
+    method: Method,
+    *,
+    causal: bool = False,
+    backward: bool = False,
+    seed: int = 0,
+    backend: str = "auto",
 ) -> Run:
     """One call of a method as a function of nothing, ready to be timed."""
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend)
+        out = attention(
+            q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -126,11 +138,15 @@ def _pass(sample: Sample, answer: Callable[[Tensor, Tensor, Tensor], Tensor], ba
 
     leaves = [x.detach().requires_grad_() for x in (sample.q, sample.k, sample.v)]
     weight = torch.randn(
-        (*sample.q.shape[:3], sample.v.shape[3]), generator=torch.Generator().manual_seed(1), dtype=torch.float32
+        (*sample.q.shape[:3], sample.v.shape[3]),
+        generator=torch.Generator().manual_seed(1),
+        dtype=torch.float32,
     ).to(sample.q)
 
     def both() -> object:
-        return torch.autograd.grad(answer(*leaves), leaves, weight, allow_unused=True)  # Reformer has no use for k
+        return torch.autograd.grad(
+            answer(*leaves), leaves, weight, allow_unused=True
+        )  # Reformer has no use for k
 
     return both
 
@@ -156,8 +172,11 @@ def _peers(sample: Sample, causal: bool, backward: bool, device: torch.device) -
 
 
 def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: int) -> str | None:
-    """Is the fast path right? Its error against the reference in fp64 may be 2× (gradients 3×) that of the reference in
-    its own dtype, with the groups given. None when it is, else a sentence."""
+    """Is the fast path right? None when it is, else a sentence.
+
+    With the groups given, its largest error against the reference in fp64 may be 2× (gradients 3×) that of
+    the reference in its own dtype.
+    """
     q, k, v = (x[:1, :, :CHECKED_LENGTH] for x in (sample.q, sample.k, sample.v))
     given = groups(q.double(), k.double(), method=method, causal=causal, seed=seed, backend="reference")
 
@@ -168,9 +187,16 @@ def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: i
         if not backward:
             return [out]
         grads = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
-        return [out.detach(), *(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True))]
+        return [
+            out.detach(),
+            *(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)),
+        ]
 
-    truth, plain, fast = outcome(torch.float64, "reference"), outcome(q.dtype, "reference"), outcome(q.dtype, "auto")
+    truth, plain, fast = (
+        outcome(torch.float64, "reference"),
+        outcome(q.dtype, "reference"),
+        outcome(q.dtype, "auto"),
+    )
     for name, right, usual, ours in zip(("out", "dq", "dk", "dv"), truth, plain, fast, strict=False):
         allowed = (2 if name == "out" else 3) * float((usual.double() - right).abs().max())
         allowed = max(allowed, torch.finfo(q.dtype).eps * float(right.abs().max()))

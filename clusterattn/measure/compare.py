@@ -1,4 +1,4 @@
-"""Every method on the same q, k, v: how close to exact attention, how fast, with how much memory and arithmetic."""
+"""Every method on the same q, k, v: how close to exact attention, how fast, how much memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class Comparison:
 
     def typical_head(self, b: int) -> int:
         """The head whose error is the median one: neither the best nor the worst is picked for show."""
-        judged = next((label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1])
+        judged = next(
+            (label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1]
+        )
         at = self.errors[judged][b].argsort()
         return int(at[(len(at) - 1) // 2])
 
@@ -77,7 +79,7 @@ def methods_for(
     seats: int | None = None,
     window: int | None = None,
 ) -> list[Method]:
-    """Every method at one budget. What is not given follows the length: 25 clusters at 512, 100 from 2 000 on."""
+    """Every method at one budget. The rest follows the length: 25 clusters at 512, 100 at 2 000."""
     clusters = min(100, max(1, n // 20)) if clusters is None else clusters
     seats = min(64, max(8, n // 16)) if seats is None else seats
     budget: dict[str, dict[str, int | None]] = {
@@ -126,7 +128,7 @@ def compare(
     seconds: float = 60.0,
     tick: Tick | None = None,
 ) -> Comparison:
-    """Measure. Methods that can not answer here are listed with the reason, the others become rows, exact first."""
+    """Measure. Who can not answer here is listed with the reason, the others become rows, exact first."""
     device, (b, h, n, m, d, e) = sample.q.device, sample.shape
     exact = METHODS["exact"]()
     points: dict[str, tuple[Method, float]] = {"exact": (exact, 1.0)}
@@ -153,7 +155,11 @@ def compare(
     call = masks(sample, causal, seed)
     truth = exact_answer(sample.q, sample.k, sample.v, key_mask=sample.key_mask, causal=causal)
     dense = h * n * m <= DENSE_LIMIT
-    notes = [] if dense else [f"row L1 errors and maps are left out: {h} × {n} × {m} weights are too many to lay out densely"]
+    notes = (
+        []
+        if dense
+        else [f"row L1 errors and maps are left out: {h} × {n} × {m} weights are too many to lay out densely"]
+    )
     shown = range(min(b, max(1, DENSE_LIMIT // (h * n * m)))) if dense else range(0)
     if dense and len(shown) < b:
         notes.append(f"row L1 errors are those of the first {len(shown)} of {b} batch elements")
@@ -178,7 +184,9 @@ def compare(
             "settings": method.to_dict(),
             "budget": factor,
             "error": relative_error(out, truth, sample.query_mask),
-            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in shown]) if factor == 1 else None,
+            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in shown])
+            if factor == 1
+            else None,
             "cost_share": method.cost(n, m, d, e) / max(exact.cost(n, m, d, e), 1),
         }
         runs[label] = run
@@ -204,7 +212,9 @@ def compare(
         row["repetitions"] = len(taken[label])
         row["speedup"] = min(taken["exact"]) / row["seconds"]
         row.setdefault("memory_bytes", None)
-        row["memory_share"] = row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
+        row["memory_share"] = (
+            row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
+        )
         row.update(where)
     return Comparison(
         sample=sample,
@@ -221,7 +231,13 @@ def compare(
 
 def _row_l1(part: Sample, method: Method, causal: bool, seed: int) -> float:
     weights = attention_matrix(part.q, part.k, method=method, **masks(part, causal, seed))
-    exact = exact_matrix(part.q, part.k, key_mask=part.key_mask, causal=causal, dtype=torch.promote_types(part.q.dtype, torch.float32))
+    exact = exact_matrix(
+        part.q,
+        part.k,
+        key_mask=part.key_mask,
+        causal=causal,
+        dtype=torch.promote_types(part.q.dtype, torch.float32),
+    )
     return row_l1(weights, exact, part.query_mask)
 
 

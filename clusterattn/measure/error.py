@@ -1,4 +1,4 @@
-"""How far from exact attention. The yardstick is computed here, in fp64, and shares no code with the methods."""
+"""How far from exact attention. The yardstick is made here, in fp64, and shares no code with the methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def exact_answer(
     dtype: torch.dtype = torch.float64,
     block: int = 512,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v, block by block of queries: (b h n e) in ``dtype``. Rows that see nothing are 0."""
+    """softmax(q kᵀ · scale) v by blocks of queries: (b h n e) in ``dtype``. Rows that see nothing are 0."""
     parts = [
         weights @ _all_heads(v.to(dtype), q)
         for weights in _weight_blocks(q, k, key_mask, causal, scale, dtype, block)
@@ -64,7 +64,7 @@ def _squares(out: Tensor, exact: Tensor, query_mask: Tensor | None) -> tuple[Ten
     exact = exact.double()
     miss, size = (out.double() - exact).square().sum(-1), exact.square().sum(-1)  # (b h n)
     if query_mask is not None:
-        # `where`, not a product: whatever stands in a row that does not count must not reach the sum, not even NaN
+        # `where`, not a product: a row that does not count must not reach the sum, not even as NaN
         keep = query_mask[:, None, :]
         miss, size = miss.where(keep, miss.new_zeros(())), size.where(keep, size.new_zeros(()))
     return miss, size
@@ -75,7 +75,13 @@ def _all_heads(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _weight_blocks(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, causal: bool, scale: float | None, dtype: torch.dtype, block: int
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    dtype: torch.dtype,
+    block: int,
 ) -> Iterator[Tensor]:
     """(b h block m) weights, from the first queries to the last; a row that sees nothing is all 0."""
     n, m = q.shape[2], k.shape[2]

@@ -1,4 +1,4 @@
-"""Pictures, as PNG bytes. Colour-blind safe: Okabe and Ito's colours, and a marker of its own for every method."""
+"""Pictures, as PNG bytes. Colour-blind safe: Okabe and Ito's colours, and a marker for every method."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ def style_of(label: str) -> tuple[str, str]:
 def short(label: str) -> str:
     """A label for people: `refined (25 clusters, 64 top)` for `refined:clusters=25,top=64`."""
     name, _, settings = label.partition(":")
-    words = [f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)]
+    words = [
+        f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)
+    ]
     return f"{name} ({', '.join(words)})" if words else name
 
 
 def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
-    """Error against time, and against multiply-adds; a line joins half, once and twice the budget of a method."""
+    """Error against time and against multiply-adds; a line joins half, once and twice the budget."""
     with _rules():
         figure = _figure(11.5, 4.9)
         axes = figure.subplots(1, 2, sharey=True)
@@ -67,7 +69,12 @@ def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
         exact_ms = next(row["seconds"] for row in rows if row["name"] == "exact") * 1e3
         for axis, key, title, label in (
             (axes[0], "time", "Error against time", f"time, exact attention = 1 ({exact_ms:.3g} ms)"),
-            (axes[1], "cost_share", "Error against arithmetic", "multiply-adds, exact attention = 1 (grouping included)"),
+            (
+                axes[1],
+                "cost_share",
+                "Error against arithmetic",
+                "multiply-adds, exact attention = 1 (grouping included)",
+            ),
         ):
             spots = {id(row): (_x(row, key), max(row["error"], 1e-9)) for row in everything}
             for row in shown:
@@ -75,21 +82,37 @@ def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
                 family = [row] + [other for other in swept if _same_family(row, other)]
                 line = [spots[id(each)] for each in sorted(family, key=lambda each: float(each["budget"]))]
                 axis.plot(*zip(*line, strict=True), color=colour, lw=1.3, alpha=0.55, zorder=2)
-                axis.scatter(*zip(*line, strict=True), color=colour, marker=marker, s=16, alpha=0.75, zorder=3, lw=0)
+                axis.scatter(
+                    *zip(*line, strict=True), color=colour, marker=marker, s=16, alpha=0.75, zorder=3, lw=0
+                )
                 axis.scatter(*spots[id(row)], color=colour, marker=marker, s=85, zorder=4, ec="white", lw=0.8)
             front = _front(list(spots.values()))
             axis.plot(
-                *zip(*front, strict=True), color="#999999", lw=5, alpha=0.3, zorder=1, drawstyle="steps-post", solid_capstyle="round"
+                *zip(*front, strict=True),
+                color="#999999",
+                lw=5,
+                alpha=0.3,
+                zorder=1,
+                drawstyle="steps-post",
+                solid_capstyle="round",
             )
             axis.axvline(1, color="black", lw=1, ls=(0, (4, 3)), zorder=1)
             axis.set(xscale="log", yscale="log", title=title, xlabel=label)
-            axis.annotate("exact", (1, 1), xycoords=("data", "axes fraction"), xytext=(3, -10), textcoords="offset points", size=8)
+            axis.annotate(
+                "exact",
+                (1, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -10),
+                textcoords="offset points",
+                size=8,
+            )
             _plain_log_ticks(axis.xaxis)
             _plain_log_ticks(axis.yaxis)
             axis.grid(True, which="major")
         axes[0].set_ylabel("relative output error (lower is closer to exact)")
         handles = [
-            _handle(style_of(row["name"]), short(row["method"]), line=True) for row in sorted(shown, key=lambda row: -row["error"])
+            _handle(style_of(row["name"]), short(row["method"]), line=True)
+            for row in sorted(shown, key=lambda row: -row["error"])
         ]
         handles.append(_line("#999999", 5, 0.3, "best so far (Pareto front)"))
         figure.legend(handles=handles, loc="outside right center", title="largest error first")
@@ -106,7 +129,9 @@ def maps(weights: Mapping[str, Sequence[Tensor]], places: Sequence[str]) -> byte
         for i, place in enumerate(places):
             for j, label in enumerate(columns):
                 picture = weights[label][i][:MAP_TOKENS, :MAP_TOKENS].float().cpu().clamp_min(1e-12).numpy()
-                image = axes[i][j].imshow(picture, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
+                image = axes[i][j].imshow(
+                    picture, norm=norm, cmap="magma", aspect="auto", interpolation="nearest"
+                )
                 if i == 0:
                     axes[i][j].set_title(label)
                 if i == len(places) - 1:
@@ -140,7 +165,7 @@ def zoom(weights: Mapping[str, Tensor], tokens: Sequence[str], place: str) -> by
 
 
 def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place: str) -> bytes:
-    """Queries of one head as its keys see them, in the two widest directions; each tied to the middle of its cluster."""
+    """Queries of one head as its keys see them, in the two widest directions, each tied to its cluster."""
     matplotlib = need("matplotlib")
     with _rules():
         spots, kept = _plane(queries.float().cpu(), keys.float().cpu())
@@ -148,12 +173,14 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
         axes = figure.subplots(1, len(labels), squeeze=False, sharex=True, sharey=True)[0]
         for axis, (method, label) in zip(axes, labels.items(), strict=True):
             label = label.cpu()
-            names = [int(name) for name in label.unique() if name >= 0]
+            names = sorted({int(name) for name in label.tolist() if name >= 0})
             middles = torch.stack([spots[label == name].mean(0) for name in names])
             for name, middle, colour in zip(names, middles, _map_colours(middles), strict=True):
                 members = spots[label == name]
                 ties = torch.stack([members, middle.expand_as(members)], dim=1)
-                lines = matplotlib.collections.LineCollection(ties.numpy(), colors=colour, lw=0.6, alpha=0.35, zorder=1)
+                lines = matplotlib.collections.LineCollection(
+                    ties.numpy(), colors=colour, lw=0.6, alpha=0.35, zorder=1
+                )
                 axis.add_collection(lines)
                 axis.scatter(*members.T.numpy(), color=colour, s=10, lw=0, alpha=0.9, zorder=2)
                 axis.text(
@@ -170,12 +197,16 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
             axis.set_title(f"{method}: {int((label >= 0).sum())} queries in {len(names)} clusters")
             axis.set(xticks=[], yticks=[], xlabel="widest direction")
         axes[0].set_ylabel(f"{place}\nsecond widest direction")
-        figure.supxlabel(f"{kept:.0%} of what the keys tell apart lies in this plane; the rest is unseen here", size=8.5, color="#555")
+        figure.supxlabel(
+            f"{kept:.0%} of what the keys tell apart lies in this plane; the rest is unseen here",
+            size=8.5,
+            color="#555",
+        )
         return _png(figure)
 
 
 def scaling(rows: Sequence[Row]) -> bytes:
-    """Time and peak memory per token against the length, a row of panels for each pass (the papers' Figure 4)."""
+    """Time and peak memory per token against the length, two panels for each pass (the papers' Figure 4)."""
     with _rules():
         passes = list(dict.fromkeys(row["pass"] for row in rows))
         rows = [row for row in rows if not row.get("failed")]
@@ -190,7 +221,11 @@ def scaling(rows: Sequence[Row]) -> bytes:
             for j, (key, unit, title) in enumerate(kinds):
                 axis = axes[i][j]
                 for label in labels:
-                    mine = [row for row in rows if row["method"] == label and row["pass"] == which and row.get(key)]
+                    mine = [
+                        row
+                        for row in rows
+                        if row["method"] == label and row["pass"] == which and row.get(key)
+                    ]
                     colour, marker = style_of(label)
                     peer = label == "sdpa"
                     axis.plot(
@@ -212,20 +247,35 @@ def scaling(rows: Sequence[Row]) -> bytes:
                 axis.grid(True, which="major")
                 if i == len(passes) - 1:
                     axis.set_xlabel("length N (tokens)")
-        handles = [_handle(style_of(label), "exact (SDPA)" if label == "sdpa" else short(label), line=True) for label in labels]
+        one = rows[0]
+        about = one["environment"]["hardware"] + (
+            f", {one['environment']['threads']} threads" if one["device"] == "cpu" else ""
+        )
+        figure.suptitle(
+            f"{about}, {one['dtype']}, batch {one['b']} × {one['h']} heads × {one['d']}"
+            + (", causal" if one["causal"] else ""),
+            size=9.5,
+            color="#555555",
+        )
+        handles = [
+            _handle(style_of(label), "exact (SDPA)" if label == "sdpa" else short(label), line=True)
+            for label in labels
+        ]
         figure.legend(handles=handles, loc="outside right center")
         return _png(figure)
 
 
 def _x(row: Row, key: str) -> float:
-    return 1 / row["speedup"] if key == "time" else row["cost_share"]
+    return float(1 / row["speedup"] if key == "time" else row["cost_share"])
 
 
 def _same_family(row: Row, other: Row) -> bool:
     """Is `other` this very method at another budget?"""
     from .compare import SWEPT
 
-    fixed = [{key: value for key, value in each["settings"].items() if key not in SWEPT} for each in (row, other)]
+    fixed = [
+        {key: value for key, value in each["settings"].items() if key not in SWEPT} for each in (row, other)
+    ]
     return bool(fixed[0] == fixed[1])
 
 
@@ -239,8 +289,11 @@ def _front(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _plane(queries: Tensor, keys: Tensor) -> tuple[Tensor, float]:
-    """Two coordinates for each query. Distances are those between rows of logits, less what softmax does not feel
-    (a shift of a whole row): the keys are centred."""
+    """Two coordinates for each query, and the share of the spread they keep.
+
+    Distances are those between rows of logits, less what softmax does not feel (a shift of a whole row): the
+    keys are centred.
+    """
     centred, keys = queries - queries.mean(0), keys - keys.mean(0)
     values, vectors = torch.linalg.eigh(keys.T @ keys / max(len(keys), 1))
     seen = centred @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
@@ -251,7 +304,7 @@ def _plane(queries: Tensor, keys: Tensor) -> tuple[Tensor, float]:
 
 
 def _map_colours(middles: Tensor) -> list[str]:
-    """As on a map of countries: each cluster takes the colour least used near it, so neighbours can be told apart."""
+    """As on a map of countries: each cluster takes the colour least used near it, so neighbours differ."""
     apart = torch.cdist(middles, middles)
     chosen: list[int] = []
     for i in range(len(middles)):
@@ -275,7 +328,9 @@ def _norm(weights: Sequence[Tensor]) -> Any:
 
 
 def _weight_bar(figure: Any, image: Any, axes: Any) -> None:
-    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.012, aspect=40, extend="both", extendfrac=0.015)
+    bar = figure.colorbar(
+        image, ax=axes, fraction=0.025, pad=0.012, aspect=40, extend="both", extendfrac=0.015
+    )
     bar.set_label("attention weight (log scale)")
     bar.outline.set_visible(False)
 
@@ -294,7 +349,9 @@ def _plain_log_ticks(axis: Any) -> None:
 def _handle(style: tuple[str, str], label: str, line: bool = False) -> Any:
     colour, marker = style
     width = 1.3 if line else 0
-    return need("matplotlib.lines").Line2D([], [], color=colour, marker=marker, ms=7, mec="white", lw=width, label=label)
+    return need("matplotlib.lines").Line2D(
+        [], [], color=colour, marker=marker, ms=7, mec="white", lw=width, label=label
+    )
 
 
 def _line(colour: str, width: float, alpha: float, label: str) -> Any:
@@ -313,16 +370,20 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _png(figure: Any, dpi: int = 150, few_colours: bool = False) -> bytes:
-    """``few_colours``: only those of the maps' scale, and greys for the words. The file becomes a third as large."""
+    """``few_colours``: only those of the maps' scale, and greys for words. The file shrinks to a third."""
     into = io.BytesIO()
     figure.savefig(into, format="png", dpi=dpi, facecolor="white")
     if not few_colours:
         return into.getvalue()
-    scale = (need("matplotlib").colormaps["magma"].resampled(216)(range(216))[:, :3] * 255).round().astype(int)
-    greys = [[level] * 3 for level in range(0, 256, 255 // 39)][:40]
+    scale = (
+        (need("matplotlib").colormaps["magma"].resampled(216)(range(216))[:, :3] * 255).round().astype(int)
+    )
+    greys = [[round(255 * level / 39)] * 3 for level in range(40)]
     image = need("PIL.Image")
     palette = image.new("P", (1, 1))
     palette.putpalette([part for colour in (*scale.tolist(), *greys) for part in colour])
     small = io.BytesIO()
-    image.open(into).convert("RGB").quantize(palette=palette, dither=0).save(small, format="png", optimize=True)
+    image.open(into).convert("RGB").quantize(palette=palette, dither=0).save(
+        small, format="png", optimize=True
+    )
     return small.getvalue()

@@ -47,15 +47,25 @@ def draw(result: Comparison) -> dict[str, bytes]:
     if h * n * m <= DENSE_LIMIT:
         labels = ["exact", *mapped(result)]
         weights: dict[str, list[Tensor]] = {
-            plots.short(label): [result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)] for label in labels
+            plots.short(label): [
+                result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)
+            ]
+            for label in labels
         }
         pictures["maps"] = plots.maps(weights, places)
         if result.sample.tokens is not None:
             corner = {label: each[middle] for label, each in weights.items()}
             pictures["words"] = plots.zoom(corner, result.sample.tokens, places[middle])
-    grouped = [label for label in result.clustered() if not label.startswith("improved")] or result.clustered()
-    if grouped and not result.causal:  # causal clusters belong to blocks of positions: no one plane shows them
-        found = {result.methods[label].name: clusters_of(result, label, middle).labels[0, heads[middle]] for label in grouped[:2]}
+    grouped = [
+        label for label in result.clustered() if not label.startswith("improved")
+    ] or result.clustered()
+    if (
+        grouped and not result.causal
+    ):  # causal clusters belong to blocks of positions: no one plane shows them
+        found = {
+            result.methods[label].name: clusters_of(result, label, middle).labels[0, heads[middle]]
+            for label in grouped[:2]
+        }
         head = heads[middle]
         keys = result.sample.k[middle, head * result.sample.k.shape[1] // h]
         pictures["clusters"] = plots.clusters(result.sample.q[middle, head], keys, found, places[middle])
@@ -63,7 +73,7 @@ def draw(result: Comparison) -> dict[str, bytes]:
 
 
 def mapped(result: Comparison) -> list[str]:
-    """The methods whose maps stand beside exact's: those of the paper's Figure 8 and ours, else the first three."""
+    """Whose maps stand beside exact's: those of the paper's Figure 8 and ours, else the first three."""
     others = [label for label in result.methods if label != "exact"]
     known = [label for name in FIGURE_8 for label in others if result.methods[label].name == name]
     return (known or others)[:3]
@@ -97,30 +107,35 @@ def words_of_clusters(result: Comparison) -> list[dict[str, Any]]:
 
 
 def headline(result: Comparison) -> str:
-    """What this comparison says, in two sentences that are true whatever the numbers are."""
+    """What this comparison says, in sentences that are true whatever the numbers are."""
     others = [row for row in result.rows if row["name"] not in ("exact", "oracle_top")]
     if not others:
-        return "Only exact attention was measured."
+        return "Only exact attention and its oracle were measured."
     closest = min(others, key=lambda row: float(row["error"]))
-    quickest = max(others, key=lambda row: float(row["speedup"]))
-    first = (
+    said = [
         f"Closest to exact attention is {closest['method']}: relative error {closest['error']:.3g} with "
-        f"{closest['cost_share']:.0%} of its multiply-adds."
-    )
-    if quickest["speedup"] > 1:
-        second = f"Fastest is {quickest['method']}, {quickest['speedup']:.1f}× as fast as exact attention here."
-    else:
-        n = result.sample.shape[2]
-        second = (
-            f"At {n} tokens none is faster than exact attention on this device: "
-            "approximation pays on longer sequences (clusterattn bench shows from where)."
+        f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
+    ]
+    faster = sorted((row for row in others if row["speedup"] > 1), key=lambda row: -float(row["speedup"]))
+    if faster:
+        named = ", ".join(
+            f"{row['method']} ({row['speedup']:.2g}×, error {row['error']:.2g})" for row in faster[:4]
         )
-    return f"{first} {second}"
+        said.append(f"Faster than exact attention here: {named}.")
+    else:
+        said.append(
+            f"At {result.sample.shape[2]} tokens exact attention is the fastest of all on this device."
+        )
+    if closest["speedup"] < 1:
+        said.append("Approximation pays on longer sequences: clusterattn bench shows from where.")
+    return " ".join(said)
 
 
 def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "") -> str:
     jinja2 = need("jinja2")
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    page = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     exact, *others = result.rows
     b, h, n, m, d, e = result.sample.shape
     return str(
@@ -178,7 +193,7 @@ def human_bytes(count: float) -> str:
 
 
 def table_cells(row: Row) -> list[str]:
-    """The columns of the printed table, in order: error, row L1, time, speed, memory, share of memory, of multiply-adds."""
+    """The printed columns: error, row L1, time, speed, memory, memory and multiply-adds against exact's."""
     exact = row["name"] == "exact"
     return [
         f"{row['error']:.1e}" if exact else f"{row['error']:.4f}",

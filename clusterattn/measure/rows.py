@@ -1,4 +1,4 @@
-"""One result is one JSON line that carries its environment: nothing else has to be remembered to read it later."""
+"""One result is one JSON line that carries its environment: nothing else need be remembered to read it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,15 @@ def commit() -> str | None:
     home = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
-        answer = subprocess.run(["git", "-C", str(home), *words], capture_output=True, text=True, timeout=10, check=True)
+        answer = subprocess.run(
+            ["git", "-C", str(home), *words], capture_output=True, text=True, timeout=10, check=True
+        )
         return answer.stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) != home:  # some other project's repository around our files
+        if (
+            Path(git("rev-parse", "--show-toplevel")) != home
+        ):  # some other project's repository around our files
             return None
         head = git("rev-parse", "--short=12", "HEAD")
         return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -60,7 +60,9 @@ class Sample:
 
     def place(self, b: int, h: int) -> str:
         """A head's name for titles."""
-        return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
+        return (
+            f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
+        )
 
 
 def embedded() -> Sample:
@@ -109,8 +111,11 @@ def load(path: str | Path) -> Sample:
         fits = isinstance(found, list) and len(found) == count
         return tuple(str(each) for each in found) if fits else None
 
+    q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     return Sample(
-        *(x if x.dtype == torch.float64 else x.float() for x in (q, k, v)),
+        q=q,
+        k=k,
+        v=v,
         key_mask=key_mask,
         query_mask=query_mask,
         tokens=names("tokens", k.shape[2]) if q.shape[2] == k.shape[2] else None,
@@ -121,27 +126,44 @@ def load(path: str | Path) -> Sample:
 
 
 def mixture(
-    b: int, h: int, n: int, d: int, *, centres: int = 100, spread: float = 0.35, seed: int = 0, m: int | None = None
+    b: int,
+    h: int,
+    n: int,
+    d: int,
+    *,
+    centres: int = 100,
+    spread: float = 0.35,
+    seed: int = 0,
+    m: int | None = None,
 ) -> Sample:
-    """Clusterable data: queries and keys around common centres, per head. ``spread`` is the noise beside the centres.
+    """Clusterable data: queries and keys around common centres, per head, values around centres of their own
+    (keys that are alike carry values that are alike). ``spread`` is the noise beside the centres.
 
     Real queries crowd like this (few kinds of question, asked many times); iid Gaussian ones share nothing.
     """
     m = n if m is None else m
     draw = torch.Generator().manual_seed(seed)
-    middles = torch.randn(b, h, centres, d, generator=draw)
 
-    def around(count: int) -> Tensor:
-        chosen = torch.randint(centres, (b, h, count, 1), generator=draw).expand(-1, -1, -1, d)
-        return middles.gather(2, chosen) + spread * torch.randn(b, h, count, d, generator=draw)
+    def normal(count: int) -> Tensor:
+        return torch.randn(b, h, count, d, generator=draw)
 
-    source = f"a mixture of {centres} Gaussians per head (spread {spread}, seed {seed})"
-    return Sample(q=around(n), k=around(m), v=torch.randn(b, h, m, d, generator=draw), source=source)
+    def kinds(count: int) -> Tensor:
+        return torch.randint(centres, (b, h, count, 1), generator=draw).expand(-1, -1, -1, d)
+
+    middles, contents, asked, held = normal(centres), normal(centres), kinds(n), kinds(m)
+    return Sample(
+        q=middles.gather(2, asked) + spread * normal(n),
+        k=middles.gather(2, held) + spread * normal(m),
+        v=contents.gather(2, held) + spread * normal(m),
+        source=f"a mixture of {centres} Gaussians per head (spread {spread}, seed {seed})",
+    )
 
 
 def _as_heads(name: str, x: Tensor) -> Tensor:
     if x.ndim != 4:
-        advice = f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
+        advice = (
+            f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
+        )
         raise bad_value(f"{name} of shape (batch, heads, length, dim)", f"shape {tuple(x.shape)}", advice)
     if not x.is_floating_point():
         raise bad_type(f"{name} of a floating dtype", x.dtype, f"{name}.float()")
@@ -154,5 +176,7 @@ def _as_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor |
     if mask.dtype != torch.bool:
         raise bad_type(f"{name} of dtype bool, True = kept", mask.dtype, f"{name}.bool()")
     if tuple(mask.shape) != shape:
-        raise bad_value(f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position")
+        raise bad_value(
+            f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position"
+        )
     return mask

@@ -1,12 +1,12 @@
 """Time and peak memory of a call, measured against a peer in the same run.
 
-Time: the runs take turns (a, b, c, a, b, c, …), so a slow moment of the machine falls on all of them alike; the minimum
-counts, since noise only ever adds. CUDA is timed with events, the CPU with the wall clock.
+Time: the runs take turns (a, b, c, a, b, c, …), so a slow moment of the machine falls on all of them alike;
+the minimum counts, since noise only ever adds. CUDA is timed with events, the CPU with the wall clock.
 
-Memory: the peak of what torch's own allocator hands out during the call, above what it held before (so inputs do not
-count, the answer does). On CUDA that is ``max_memory_allocated``; on the CPU torch's profiler reports every allocation and
-release, and the highest sum is the peak. It leaves out what libraries allocate behind torch's back, and fragmentation;
-``resident_growth`` counts those too, for a process of its own.
+Memory: the peak of what torch's own allocator hands out during the call, above what it held before (so inputs
+do not count, the answer does). On CUDA that is ``max_memory_allocated``; on the CPU torch's profiler reports
+every allocation and release, and the highest sum is the peak. It leaves out fragmentation and what libraries
+allocate behind torch's back; ``resident_growth`` counts those too, for a process of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def interleaved(
     seconds: float | None = None,
     progress: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every repetition of every run. ``seconds``: start no further round (after the first) past that."""
+    """Seconds of every repetition of every run. ``seconds``: start no round but the first past that."""
     started = time.perf_counter()
     for _ in range(warmup):
         for run in runs.values():
@@ -55,7 +55,8 @@ def interleaved(
 def once(run: Run, device: str | torch.device = "cpu") -> float:
     """Seconds of one call."""
     if torch.device(device).type == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event
+        begin, end = event(enable_timing=True), event(enable_timing=True)
         torch.cuda.synchronize(device)
         begin.record()
         run()
@@ -89,7 +90,11 @@ def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:
         with _quiet():
             watch.__exit__(None, None, None)
     del answer
-    changes = [(event.start_ns(), event.nbytes()) for event in watch.kineto_results.events() if event.name() == "[memory]"]
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in watch.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     held = peak = 0
     for _, size in sorted(changes, key=lambda change: change[0]):
         held += size
@@ -100,8 +105,8 @@ def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:
 def resident_growth(run: Run) -> int:
     """Peak growth of the resident memory of this whole process during one call (Linux).
 
-    Honest only in a young process: memory that an earlier call left in malloc's pockets would be used again unseen.
-    Free pockets are returned and the peak mark is reset first.
+    Honest only in a young process: memory that an earlier call left in malloc's pockets would be used again
+    unseen. Free pockets are returned and the peak mark is reset first.
     """
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -122,7 +127,7 @@ def _status(field: str) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Some builds of torch's profiler write a line to file descriptor 2 at start and stop; nobody asked for it."""
+    """Some builds of torch's profiler write a line to file descriptor 2 at start and stop."""
     sys.stderr.flush()
     try:
         kept = os.dup(2)

@@ -29,13 +29,8 @@ class Space:
     def signs(self) -> bool:
         return self.metric == "hamming"
 
-    def points(self, x: Tensor) -> Tensor:
-        if self.planes is None:
-            return wide(x)
-        projected = wide(x) @ self.planes.to(wide(x).dtype)
-        if self.thresholds is not None:
-            projected = projected - self.thresholds.to(projected.dtype)
-        return torch.where(projected > 0, 1.0, -1.0).to(projected.dtype)
+    def points(self, x: Tensor, call: Call) -> Tensor:
+        return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
 def space(metric: str, d: int, bits: int, bias: bool, form: Tensor | None, call: Call, device: torch.device) -> Space:
@@ -49,41 +44,33 @@ def space(metric: str, d: int, bits: int, bias: bool, form: Tensor | None, call:
 class Centres:
     """The result of k-means: enough to assign anybody."""
 
-    centroids: Tensor  # (... c w)
+    centroids: Tensor  # (... c w), relative to the origin
     alive: Tensor  # (... c)
-    origin: Tensor | None  # (... 1 w), subtracted from points: a shared offset costs digits, not meaning
+    origin: Tensor | None  # (... 1 w)
     space: Space
 
-    def assign(self, x: Tensor, call: Call) -> Tensor:
-        points = self.space.points(x)
-        if self.origin is not None:
-            points = points - self.origin
-        return call.ops.assign(points, self.centroids, self.alive, self.space.form, signs=self.space.signs)
+    def assign(self, points: Tensor, call: Call) -> Tensor:
+        where = self.space
+        return call.ops.assign(points, self.centroids, self.alive, signs=where.signs, origin=self.origin, form=where.form)
 
 
 def centres(
-    x: Tensor, valid: Tensor, clusters: int, steps: int, start: str, sample: int | None, where: Space, call: Call
+    points: Tensor, valid: Tensor, clusters: int, steps: int, start: str, sample: int | None, where: Space, call: Call
 ) -> Centres:
-    """k-means over the valid rows of x (... n d), valid (... n). ``steps`` counts assignments: the last one, of
+    """k-means over the valid points (... n w), valid (... n). ``steps`` counts assignments: the last one, of
     everybody, is left to Centres.assign."""
-    n = x.shape[-2]
-    pool = clusters if start == "random" else FAR_POOL * clusters
-    drawn = max(pool, sample or 0) if steps > 1 else pool
-    lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(drawn, n))  # (... drawn), shared by heads
-    points = where.points(x)
+    n = points.shape[-2]
 
     def pick(at: Tensor) -> Tensor:
         lead, w = points.shape[:-2], points.shape[-1]
         return points.gather(-2, at.clamp(min=0).expand(*lead, -1).unsqueeze(-1).expand(*lead, -1, w))
 
-    chosen = lots[..., : min(clusters, n)]
+    pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
+    chosen = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, pool)  # shared by the heads
     if start == "far":
-        candidates = lots[..., : min(pool, n)]
-        best = call.ops.farthest(pick(candidates), candidates >= 0, chosen.shape[-1], where.form)
-        chosen = torch.where(best >= 0, candidates.expand(*best.shape[:-1], -1).gather(-1, best.clamp(min=0)), -1)
-    alive = chosen >= 0
-    centroids = pick(chosen)
-    origin = None
+        best = call.ops.farthest(pick(chosen), chosen >= 0, min(clusters, n), where.form)
+        chosen = torch.where(best >= 0, chosen.expand(*best.shape[:-1], -1).gather(-1, best.clamp(min=0)), -1)
+    alive, centroids, origin = chosen >= 0, wide(pick(chosen)), None
     if not where.signs:
         living = alive.unsqueeze(-1)
         origin = (centroids * living).sum(-2, keepdim=True) / living.sum(-2, keepdim=True).clamp(min=1)
@@ -91,10 +78,11 @@ def centres(
     if steps > 1:
         train, known = points, valid
         if sample is not None and sample < n:
-            train, known = pick(lots[..., :sample]), lots[..., :sample] >= 0
-        if origin is not None:
-            train = train - origin
-        centroids = call.ops.lloyd(train, known, centroids, alive, where.form, updates=steps - 1, signs=where.signs)
+            drawn = _draw.lottery(valid, call.seed, _draw.STREAM_SAMPLE, sample)
+            train, known = pick(drawn), drawn >= 0
+        centroids = call.ops.lloyd(
+            train, known, centroids, alive, updates=steps - 1, signs=where.signs, origin=origin, form=where.form
+        )
     return Centres(centroids, alive, origin, where)
 
 

@@ -9,8 +9,6 @@ from .._types import Attended, Buckets, Call
 from ..ops._chunks import wide
 from ..ops.merge import NEVER, merge, take
 
-TILE = 32  # queries of one cluster that attend together
-
 
 def means_of(x: Tensor, members: Tensor, counts: Tensor) -> Tensor:
     """The mean of the members of each cluster (b h c d), with gradient to x; 0 for an empty cluster."""
@@ -67,6 +65,6 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor, call: Call) -> Tensor:
     hashes = []
     for one in range(drawn.shape[0]):
         both = torch.cat([drawn[one], -drawn[one]]).expand(*x.shape[:2], -1, -1)
-        which = call.ops.assign(x, both, taking_part, None, signs=True)  # the largest product
+        which = call.ops.assign(x, both, taking_part, signs=True)  # the largest product
         hashes.append(torch.where(which < directions, which, which - directions + half.view(-1, 1, 1)))
     return torch.stack(hashes, 2)

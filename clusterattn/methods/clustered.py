@@ -71,7 +71,9 @@ class Clustered(Method):
         if self.clusters >= n:
             return alone, alone, n
         form = _grouping.covariance(k, call.mask.key_rows(q), h) if self.metric == "keys" else None
-        labels = self._centres(q, valid, form, call).assign(q, call)
+        where = self._space(d, form, call, q.device)
+        points = where.points(q, call)
+        labels = self._centres(points, valid, where, call).assign(points, call)
         labels = torch.where(valid, labels, -1)
         # No more real queries than clusters: each is its own cluster, as it would be without the padding.
         labels = torch.where(valid.sum(-1, keepdim=True) <= self.clusters, alone, labels)
@@ -95,7 +97,9 @@ class Clustered(Method):
             keys, real = F.pad(k, (0, 0, absent, 0)), F.pad(call.mask.key_rows(q), (absent, 0))
             first = call.mask.offset + absent + self.block
             form = _grouping.prefix_covariances(keys, real, h, first, self.block, blocks - 1)
-        centres = self._centres(x[:, :, source], valid[:, :, source], form, call)
+        where = self._space(d, form, call, q.device)
+        points = where.points(x, call)
+        centres = self._centres(points[:, :, source], valid[:, :, source], where, call)
         clusters = centres.centroids.shape[-2]
         shift = (torch.arange(blocks - 1, device=q.device) * clusters).view(-1, 1)
 
@@ -103,18 +107,20 @@ class Clustered(Method):
             labels = torch.where(real, labels + shift, -1)
             return F.pad(labels, (0, 0, before, after), value=-1).view(b, h, width)[..., :n]
 
-        members = centres.assign(x[:, :, source], call)
+        members = centres.assign(points[:, :, source], call)
         if not past and clusters >= self.block:
             members = _grouping.ranks(valid[:, :, source]).expand(b, h, -1, -1)
         made = numbered(members, valid[:, :, source], 0 if past else 1, 1 if past else 0)
         if not past:
             return made, made, (blocks - 1) * clusters
-        answered = centres.assign(x[:, :, 1:], call)
+        answered = centres.assign(points[:, :, 1:], call)
         return numbered(answered, valid[:, :, 1:], 1, 0), made, (blocks - 1) * clusters
 
-    def _centres(self, x: Tensor, valid: Tensor, form: Tensor | None, call: Call) -> _grouping.Centres:
-        where = _grouping.space(self.metric, x.shape[-1], self.bits, self.bias, form, call, x.device)
-        return _grouping.centres(x, valid, self.clusters, self.steps, self.start, self.sample, where, call)
+    def _space(self, d: int, form: Tensor | None, call: Call, device: torch.device) -> _grouping.Space:
+        return _grouping.space(self.metric, d, self.bits, self.bias, form, call, device)
+
+    def _centres(self, points: Tensor, valid: Tensor, where: _grouping.Space, call: Call) -> _grouping.Centres:
+        return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)
 
     # ------------------------------------------------------------------ what they answer
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Buckets, Call, Mask
-from ..ops import tables
+from .._types import Attended, Call
 from ..ops.coarse import Coarse
 from ..ops.merge import NEVER, broadcast, merge, take
-from ._shared import TILE, wide
+from ._shared import wide
 from .clustered import Clustered
 
 MASSES = ("cluster", "softmax", "tangent")
@@ -49,7 +48,7 @@ class Improved(Clustered):
         keys, values = wide(take(k, said.near_at)), wide(take(v, said.near_at))  # (b h c t d), (b h c t e)
         bias = torch.where(said.near_at < 0, NEVER, 0.0).to(keys.dtype)
         if self.mass == "cluster":
-            near = self._fine(q, labels, keys, values, bias, call)
+            near = call.ops.fine(q, labels, keys, values, bias, call.scale)
             far = self._same_share(said, near, labels)
             return merge(near, far)
         # The far part of a cluster acts as one more key: the mean far key, shifted so that its logit is the
@@ -59,17 +58,7 @@ class Improved(Clustered):
             far_key, level = said.mean_key, level - (means * said.mean_key).sum(-1) * call.scale
         keys = torch.cat([keys, far_key.unsqueeze(3)], 3)
         values = torch.cat([values, said.far.out.unsqueeze(3)], 3)
-        return self._fine(q, labels, keys, values, torch.cat([bias, level.unsqueeze(3)], 3), call)
-
-    def _fine(self, q: Tensor, labels: Tensor, keys: Tensor, values: Tensor, bias: Tensor, call: Call) -> Attended:
-        """Each query attends to the few keys of its own cluster, in tiles of queries that share them."""
-        c, t = keys.shape[2:4]
-        table, cluster = tables.tiles(labels, c, TILE)
-        seats = cluster.unsqueeze(-1) * t + torch.arange(t, device=q.device)
-        open_mask = Mask(q.shape[2], c * t)  # visibility is already in the choice of keys and in the bias
-        return call.ops.bucketed(
-            q, keys.flatten(2, 3), values.flatten(2, 3), Buckets(table, seats), open_mask, call.scale, bias=bias.flatten(2, 3)
-        )
+        return call.ops.fine(q, labels, keys, values, torch.cat([bias, level.unsqueeze(3)], 3), call.scale)
 
     def _same_share(self, said: Coarse, near: Attended, labels: Tensor) -> Attended:
         """Far weighs against near for each query as it does for the centroid: out is eq. 10, lse a true log-weight."""

@@ -45,15 +45,12 @@ class Reformer(Method):
         used, most = -(-real // self.chunk), max(-(-q.shape[2] // self.chunk), 1)
         drawn = _draw.directions(self.rounds, (most + 1) // 2, q.shape[-1], call.seed, q)
         hashes = polytope(q, drawn, used.clamp(min=1).unsqueeze(-1), call)
-        start = torch.arange(most, device=q.device) * self.chunk
-        queries, keys = [], []
-        for one in range(self.rounds):
-            order = tables.valid_first(hashes[:, :, one], valid.unsqueeze(1))
-            stop = torch.minimum(start + self.chunk, real.view(-1, 1, 1))
-            table = tables.cut(order, start.expand_as(stop), stop, self.chunk)
-            queries.append(table)
-            keys.append(tables.look_back(table, used, 2))
-        return Buckets(torch.cat(queries, 2), torch.cat(keys, 2)), None
+        start = (torch.arange(most, device=q.device) * self.chunk).expand(q.shape[0], 1, -1)
+        stop = torch.minimum(start + self.chunk, real.view(-1, 1, 1))
+        order = tables.valid_first(hashes, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
+        table = tables.cut(order, start, stop, self.chunk)  # (b h*r chunks seats)
+        keys = tables.look_back(table, used, 2)
+        return Buckets(*(x.view(*q.shape[:2], -1, x.shape[-1]) for x in (table, keys))), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

@@ -14,7 +14,8 @@ from .._errors import bad_value, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops import tables
 from ..ops._chunks import wide
-from ._shared import TILE, or_self
+from ..ops.fine import TILE
+from ._shared import or_self
 
 FIRST_STEPS = 5  # k-means steps where a call starts from its own data
 
@@ -90,7 +91,7 @@ class Routing(Method):
             real = call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1)
             alive = alive & (torch.arange(lots.shape[-1], device=tokens.device) < -(-real // self.window))
         at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
-        return call.ops.lloyd(tokens, valid, tokens.gather(2, at), alive, None, updates=FIRST_STEPS, signs=False), alive
+        return call.ops.lloyd(tokens, valid, tokens.gather(2, at), alive, updates=FIRST_STEPS), alive
 
     def _nearest(self, near: Tensor, valid: Tensor, alive: Tensor) -> Tensor:
         """The ``window`` valid tokens nearest to each living centroid: (b h c w)."""
@@ -115,7 +116,7 @@ class Routing(Method):
 
     def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
-        labels = call.ops.assign(tokens.detach(), means, alive, None, signs=True)  # the largest product
+        labels = call.ops.assign(tokens.detach(), means, alive, signs=True)  # the largest product
         labels = torch.where(valid, labels, means.shape[2])
         one_hot = F.one_hot(labels, means.shape[2] + 1)[..., :-1].to(tokens.dtype)  # (b h n c)
         counts = one_hot.sum((0, 2)).unsqueeze(-1)

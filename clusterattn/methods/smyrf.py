@@ -52,19 +52,18 @@ class Smyrf(Method):
         most = max(-(-q.shape[2] // self.q_seats), -(-k.shape[2] // self.k_seats), 1)
         score_q, score_k = self._scores(q, k, valid_q, valid_k, needed, most, call)  # (b h r n), (b h r m)
         bucket = torch.arange(most, device=q.device)
-        queries, keys = [], []
-        for one in range(self.rounds):
-            for scores, valid, real, seats, table in (
-                (score_q, valid_q, real_q, min(self.q_seats, q.shape[2]), queries),
-                (score_k, valid_k, real_k, min(self.k_seats, k.shape[2]), keys),
-            ):
-                order = tables.valid_first(scores[:, :, one], valid.unsqueeze(1))
-                start, stop = spread(bucket, real.view(-1, 1, 1), needed)
-                if table is keys:
-                    stop = torch.maximum(stop, torch.minimum(start + 1, real.view(-1, 1, 1)))  # no bucket without a key
-                stop = torch.where(bucket < needed, stop, start)
-                table.append(tables.cut(order, start, stop, seats))
-        return Buckets(torch.cat(queries, 2), torch.cat(keys, 2)), None
+
+        def seat(scores: Tensor, valid: Tensor, real: Tensor, seats: int, shared: int) -> Tensor:
+            """Cut the order of the scores into buckets, all rounds at once. ``shared``: the fewest tokens of a bucket."""
+            real = real.view(-1, 1, 1)
+            order = tables.valid_first(scores, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
+            start, stop = bucket * real // needed, (bucket + 1) * real // needed
+            stop = torch.maximum(stop, torch.minimum(start + shared, real))
+            table = tables.cut(order, start, torch.where(bucket < needed, stop, start), seats)
+            return table.view(*q.shape[:2], -1, seats)
+
+        queries = seat(score_q, valid_q, real_q, min(self.q_seats, q.shape[2]), 0)
+        return Buckets(queries, seat(score_k, valid_k, real_k, min(self.k_seats, k.shape[2]), 1)), None
 
     def _scores(
         self, q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor, needed: Tensor, most: int, call: Call
@@ -111,11 +110,6 @@ class Smyrf(Method):
         pairs = most * -(-n // most) * -(-m // most)
         width = d * most if self.transform == "crosspolytope" else d + 2
         return self.rounds * ((n + m) * width + pairs * (d + e))
-
-
-def spread(bucket: Tensor, real: Tensor, buckets: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each bucket starts and stops when ``real`` tokens are spread evenly over ``buckets``: (b 1 g) twice."""
-    return bucket * real // buckets, (bucket + 1) * real // buckets
 
 
 def lifts(q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor) -> tuple[Tensor, Tensor]:

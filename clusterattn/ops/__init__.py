@@ -10,6 +10,7 @@ import torch
 from .._errors import bad_value
 from . import bucketed as _bucketed
 from . import coarse as _coarse
+from . import fine as _fine
 from . import kmeans as _kmeans
 
 BACKENDS = ("auto", "reference", "triton")
@@ -19,20 +20,24 @@ BACKENDS = ("auto", "reference", "triton")
 class Ops:
     """One backend: each verb keeps the contract written in its folder."""
 
+    codes: Callable[..., torch.Tensor]
     lloyd: Callable[..., torch.Tensor]
     assign: Callable[..., torch.Tensor]
     farthest: Callable[..., torch.Tensor]
     coarse: Callable[..., _coarse.Coarse]
     top_keys: Callable[..., torch.Tensor]
+    fine: Callable[..., _bucketed.Attended]
     bucketed: Callable[..., _bucketed.Attended]
 
 
 REFERENCE = Ops(
+    codes=_kmeans.codes,
     lloyd=_kmeans.lloyd,
     assign=_kmeans.assign,
     farthest=_kmeans.farthest,
     coarse=_coarse.coarse,
     top_keys=_coarse.top_keys,
+    fine=_fine.fine,
     bucketed=_bucketed.bucketed,
 )
 

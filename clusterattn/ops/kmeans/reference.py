@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._chunks import budget, spans
+from .._chunks import budget, spans, wide
 from ..merge import NEVER
 
 
@@ -23,7 +23,9 @@ def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) 
     return seen.mT.contiguous(), offset.masked_fill_(~alive, NEVER).unsqueeze(1)
 
 
-def assign(points: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> Tensor:
+def assign(
+    points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool
+) -> Tensor:
     """The best centroid of every point (lead n); ties go to the lowest index."""
     lead, n, w = points.shape
     c = centroids.shape[1]
@@ -34,9 +36,15 @@ def assign(points: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None
     rows = max(1, min(n, budget(points) // c))
     for heads in spans(lead, budget(points) // (rows * c)):
         for some in spans(n, rows):
-            scores = torch.baddbmm(offset[heads], points[heads, some], right[heads])
+            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, some), right[heads])
             labels[heads, some] = scores.max(-1).indices
     return labels
+
+
+def _centred(points: Tensor, origin: Tensor | None, heads: slice, some: slice) -> Tensor:
+    """A shared offset of all points says nothing about who is alike, but costs digits: it is taken off first."""
+    x = wide(points[heads, some])
+    return x if origin is None else x - origin[heads]
 
 
 def _sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
@@ -54,12 +62,13 @@ def _sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
 
 
 def lloyd(
-    points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None, updates: int, signs: bool
+    points: Tensor, valid: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, updates: int, signs: bool
 ) -> Tensor:
-    """Centroids (lead c w) after ``updates`` rounds of assign and update. An empty cluster keeps its place."""
-    centroids = centroids.clone()
+    """Centroids (lead c w), relative to the origin, after ``updates`` rounds of assign and update. An empty cluster
+    keeps its place."""
+    centroids, points = centroids.clone(), _centred(points, origin, slice(None), slice(None))
     for _ in range(updates):
-        labels = assign(points, centroids, alive, form, signs).masked_fill_(~valid, -1)
+        labels = assign(points, None, centroids, alive, form, signs).masked_fill_(~valid, -1)
         sums = _sums(points, labels, centroids.shape[1])
         counts = torch.zeros(*alive.shape, dtype=points.dtype, device=points.device)
         counts.scatter_add_(1, labels.clamp(min=0), valid.to(points.dtype))
@@ -73,7 +82,7 @@ def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None) 
     """Positions (lead c) of points that lie far apart: first the farthest from the mean, then always the point
     farthest from all chosen ones. -1 once the valid points are used up."""
     lead, n, w = points.shape
-    held = points.masked_fill(~valid.unsqueeze(-1), 0.0)
+    held = wide(points).masked_fill(~valid.unsqueeze(-1), 0.0)
     held = held - (held.sum(1, keepdim=True) / valid.sum(1).clamp(min=1).view(-1, 1, 1))
     gram = torch.bmm(held if form is None else torch.bmm(held, form), held.mT)
     norms = gram.diagonal(dim1=1, dim2=2)

@@ -1,0 +1,134 @@
+"""The same results for a terminal: tables on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._extra import need
+
+if TYPE_CHECKING:
+    from .compare import Comparison
+    from .rows import Row
+
+
+def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
+    from .report import headline, table_cells
+
+    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    b, h, n, m, d, _ = result.sample.shape
+    rich.print(f"[dim]{_literal(result.sample.source)}[/]", highlight=False)
+    rich.print(
+        f"[dim]{b} × {h} heads × {n} queries × {m} keys × {d}{', causal' if result.causal else ''}[/]",
+        highlight=False,
+    )
+    table.add_column("method", no_wrap=True)
+    for title in ("output error", "row L1", "time", "speed", "memory", "of exact's", "multiply-adds"):
+        table.add_column(title, justify="right", no_wrap=True)
+    exact, *others = result.rows
+    table.add_row(*(f"[dim]{cell}[/]" for cell in (exact["method"], *table_cells(exact))))
+    for row in sorted(others, key=lambda row: float(row["error"])):
+        table.add_row(_literal(row["method"]), *table_cells(row))
+    rich.print(table)
+    for label, why in result.skipped.items():
+        rich.print(f"[dim]not measured: {_literal(label)} ({why})[/]", highlight=False)
+    for note in result.notes:
+        rich.print(f"[dim]{note}[/]", highlight=False)
+    rich.print(headline(result), highlight=False)
+    _show_written(written)
+
+
+def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
+    from .report import human_bytes, human_seconds
+
+    rich = _console()
+    lengths = sorted({row["n"] for row in rows})
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        table = need("rich.table").Table(
+            title=f"{which}: time per token, speed against exact, peak memory per token",
+            title_justify="left",
+            box=need("rich.box").SIMPLE_HEAD,
+        )
+        table.add_column("method", no_wrap=True)
+        for n in lengths:
+            table.add_column(f"N = {n}", justify="right")
+        mine = [row for row in rows if row["pass"] == which]
+        for label in dict.fromkeys(row["method"] for row in mine):
+            cells = []
+            for row in (row for row in mine if row["method"] == label):
+                if row.get("failed"):
+                    cells.append("[red]wrong[/]")
+                    continue
+                memory = (
+                    "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
+                )
+                cells.append(
+                    f"{human_seconds(row['seconds_per_token'])}\n[bold]{row['speedup']:.2f}×[/]{memory}"
+                )
+            table.add_row(_literal(label), *cells, end_section=True)
+        rich.print(table)
+    for row in rows:
+        if row.get("failed"):
+            rich.print(
+                f"[red]{_literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed"
+            )
+    _show_written(written)
+
+
+def _show_written(paths: Sequence[Path]) -> None:
+    if paths:
+        rich = _console()
+        rich.print()
+        for path in paths:
+            rich.print(f"  {path}", highlight=False, soft_wrap=True, markup=False)
+
+
+def show_env(facts: Mapping[str, Any], verbs: Sequence[tuple[str, ...]]) -> None:
+    rich, table = _console(), need("rich.table")
+    listed = table.Table.grid(padding=(0, 2))
+    for key, value in facts.items():
+        listed.add_row(f"[dim]{key}[/]", "[dim]not there[/]" if value is None else _literal(str(value)))
+    rich.print(listed)
+    shown = table.Table(box=need("rich.box").SIMPLE_HEAD)
+    for title in ("device", "operation", "backend", "why not a faster one"):
+        shown.add_column(title)
+    for each in verbs:
+        shown.add_row(*("" if cell is None else _literal(str(cell)) for cell in each))
+    rich.print(shown)
+
+
+def _console(stderr: bool = False) -> Any:
+    console = need("rich.console").Console(stderr=stderr)
+    if not console.is_terminal:  # a pipe or a file has no width of its own: leave tables whole
+        console.width = max(console.width, 140)
+    return console
+
+
+def _literal(text: str) -> str:
+    return str(need("rich.markup").escape(text))
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int], object]]:
+    """A bar on stderr, so that stdout stays clean for --json and pipes."""
+    parts = need("rich.progress")
+    bar = parts.Progress(
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.MofNCompleteColumn(),
+        parts.TimeElapsedColumn(),
+        console=_console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("measuring", total=None)
+        done = -1  # the step being announced has only begun
+
+        def tick(text: str, total: int) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, total=total, description=_literal(text))
+
+        yield tick
