@@ -1,5 +1,6 @@
 """clusterattn: attention by clustering. Every method behind one call, ``ca.attention``."""
 
+from . import nn
 from ._attention import attention, attention_matrix, groups
 from ._types import Attended, Buckets, Clusters, Mask, Method
 from .methods import (
@@ -46,4 +47,5 @@ __all__ = [
     "groups",
     "merge",
     "method",
+    "nn",
 ]

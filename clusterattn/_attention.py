@@ -164,7 +164,7 @@ def _call(
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))
-    return Call(mask, d**-0.5 if scale is None else scale, seed, choose(backend, q.device), points=points)
+    return Call(mask, d**-0.5 if scale is None else scale, seed, choose(backend), points=points)
 
 
 def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.device, whole: bool = False) -> None:

@@ -83,6 +83,7 @@ class Buckets:
 
     queries: Tensor  # (b h g s), -1 = an empty seat
     keys: Tensor  # (b h g z), -1 = an empty seat
+    rounds: int = 1  # a query sits at most once in each of so many equal parts of the table; 0: in any number of seats
 
 
 @dataclass(frozen=True)

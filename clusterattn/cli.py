@@ -95,7 +95,7 @@ def compare(
         int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: 32)")
+        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
@@ -150,7 +150,7 @@ def compare(
         _need_now("safetensors", "rich", *(("matplotlib", "jinja2") if report else ()))
         sample = (embedded() if qkv is None else load(qkv)).to(_device(device), _dtype(dtype))
         budget = methods_for(
-            sample.shape[2], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window
+            *sample.shape[2:4], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window
         )
         chosen = [_completed(each, budget) for each in method] if method else budget
         if method:

@@ -72,6 +72,7 @@ def masks(sample: Sample, causal: bool, seed: int) -> dict[str, Any]:
 
 def methods_for(
     n: int,
+    m: int | None = None,
     *,
     clusters: int | None = None,
     top: int | None = None,
@@ -79,8 +80,9 @@ def methods_for(
     seats: int | None = None,
     window: int | None = None,
 ) -> list[Method]:
-    """Every method at one budget. The rest follows the length: 25 clusters at 512, 100 at 2 000."""
-    clusters = min(100, max(1, n // 20)) if clusters is None else clusters
+    """Every method at one budget. What is not given follows the length: 25 clusters, 32 keys at 512."""
+    clusters = min(100, max(4, n // 20)) if clusters is None else clusters
+    top = min(32, max(4, (n if m is None else m) // 16)) if top is None else top
     seats = min(64, max(8, n // 16)) if seats is None else seats
     budget: dict[str, dict[str, int | None]] = {
         "clustered": {"clusters": clusters},
@@ -160,9 +162,11 @@ def compare(
         if dense
         else [f"row L1 errors and maps are left out: {h} × {n} × {m} weights are too many to lay out densely"]
     )
-    shown = range(min(b, max(1, DENSE_LIMIT // (h * n * m)))) if dense else range(0)
-    if dense and len(shown) < b:
-        notes.append(f"row L1 errors are those of the first {len(shown)} of {b} batch elements")
+    laid_out = list(range(min(b, max(1, DENSE_LIMIT // (h * n * m))))) if dense else []
+    if dense and len(laid_out) < b:
+        notes.append(f"row L1 errors are those of the first {len(laid_out)} of {b} batch elements")
+    if sample.query_mask is not None:  # one that is all padding has no rows to judge by
+        laid_out = [at for at in laid_out if sample.query_mask[at].any()]
 
     runs: dict[str, Callable[[], object]] = {}
     errors: dict[str, Tensor] = {}
@@ -184,7 +188,7 @@ def compare(
             "settings": method.to_dict(),
             "budget": factor,
             "error": relative_error(out, truth, sample.query_mask),
-            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in shown])
+            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in laid_out])
             if factor == 1
             else None,
             "cost_share": method.cost(n, m, d, e) / max(exact.cost(n, m, d, e), 1),

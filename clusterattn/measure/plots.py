@@ -174,6 +174,10 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
         for axis, (method, label) in zip(axes, labels.items(), strict=True):
             label = label.cpu()
             names = sorted({int(name) for name in label.tolist() if name >= 0})
+            axis.set_title(f"{method}, {int((label >= 0).sum())} queries")
+            axis.set(xticks=[], yticks=[], xlabel="widest direction")
+            if not names:  # every query is masked
+                continue
             middles = torch.stack([spots[label == name].mean(0) for name in names])
             for name, middle, colour in zip(names, middles, _map_colours(middles), strict=True):
                 members = spots[label == name]
@@ -194,8 +198,6 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
                     zorder=4,
                     bbox={"boxstyle": "circle,pad=0.2", "fc": colour, "ec": "white", "lw": 0.7},
                 )
-            axis.set_title(f"{method}: {int((label >= 0).sum())} queries in {len(names)} clusters")
-            axis.set(xticks=[], yticks=[], xlabel="widest direction")
         axes[0].set_ylabel(f"{place}\nsecond widest direction")
         figure.supxlabel(
             f"{kept:.0%} of what the keys tell apart lies in this plane; the rest is unseen here",

@@ -56,17 +56,13 @@ def draw(result: Comparison) -> dict[str, bytes]:
         if result.sample.tokens is not None:
             corner = {label: each[middle] for label, each in weights.items()}
             pictures["words"] = plots.zoom(corner, result.sample.tokens, places[middle])
-    grouped = [
-        label for label in result.clustered() if not label.startswith("improved")
-    ] or result.clustered()
-    if (
-        grouped and not result.causal
-    ):  # causal clusters belong to blocks of positions: no one plane shows them
-        found = {
-            result.methods[label].name: clusters_of(result, label, middle).labels[0, heads[middle]]
-            for label in grouped[:2]
-        }
+    # Improved groups as Clustered does; causal clusters belong to blocks of positions, not to one plane
+    drawn = [label for label in result.clustered() if not label.startswith("improved")] or result.clustered()
+    if drawn and not result.causal:
         head = heads[middle]
+        found = {
+            plots.short(label): clusters_of(result, label, middle).labels[0, head] for label in drawn[:2]
+        }
         keys = result.sample.k[middle, head * result.sample.k.shape[1] // h]
         pictures["clusters"] = plots.clusters(result.sample.q[middle, head], keys, found, places[middle])
     return pictures
@@ -85,12 +81,12 @@ def clusters_of(result: Comparison, label: str, b: int) -> Clusters:
     return found
 
 
-def words_of_clusters(result: Comparison) -> list[dict[str, Any]]:
+def words_of_clusters(result: Comparison) -> dict[str, Any] | None:
     """The largest clusters of one head as the words in them: what the grouping took for alike."""
     labels = result.clustered()
     tokens = result.sample.tokens
     if tokens is None or not labels or result.causal:
-        return []
+        return None
     at = min(result.sample.shape[0], SHOWN_HEADS) // 2
     head = result.typical_head(at)
     chosen = next((label for label in labels if label.startswith("refined")), labels[-1])
@@ -100,10 +96,19 @@ def words_of_clusters(result: Comparison) -> list[dict[str, Any]]:
         if cluster >= 0:
             listed.setdefault(cluster, Counter())[token] += 1
     largest = sorted(listed.items(), key=lambda item: -item[1].total())[:SHOWN_CLUSTERS]
-    return [
-        {"name": name, "size": words.total(), "words": words.most_common(12), "more": max(len(words) - 12, 0)}
-        for name, words in largest
-    ]
+    return {
+        "method": chosen,
+        "place": result.sample.place(at, head),
+        "rows": [
+            {
+                "name": name,
+                "size": words.total(),
+                "words": words.most_common(12),
+                "more": max(len(words) - 12, 0),
+            }
+            for name, words in largest
+        ],
+    }
 
 
 def headline(result: Comparison) -> str:
@@ -147,7 +152,6 @@ def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "")
             notes=result.notes,
             images={name: base64.b64encode(png).decode("ascii") for name, png in pictures.items()},
             clusters=words_of_clusters(result),
-            clusters_place=result.sample.place(at := min(b, SHOWN_HEADS) // 2, result.typical_head(at)),
             heads=_head_table(result),
             source=result.sample.source,
             shape=f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
@@ -155,6 +159,8 @@ def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "")
             causal=result.causal,
             command=command,
             environment=exact["environment"],
+            error=human_error,
+            ratio=human_ratio,
             seconds=human_seconds,
             bytes=human_bytes,
             colour=lambda row: plots.style_of(row["name"])[0],
@@ -178,6 +184,14 @@ def _head_table(result: Comparison) -> dict[str, Any] | None:
     }
 
 
+def human_error(error: float) -> str:
+    return f"{error:.4f}" if error >= 5e-4 else f"{error:.0e}"
+
+
+def human_ratio(ratio: float) -> str:
+    return f"{ratio:.2f}×" if ratio >= 0.1 else f"{ratio:.2g}×"
+
+
 def human_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
@@ -194,13 +208,12 @@ def human_bytes(count: float) -> str:
 
 def table_cells(row: Row) -> list[str]:
     """The printed columns: error, row L1, time, speed, memory, memory and multiply-adds against exact's."""
-    exact = row["name"] == "exact"
     return [
-        f"{row['error']:.1e}" if exact else f"{row['error']:.4f}",
-        "–" if row["row_l1"] is None else f"{row['row_l1']:.1e}" if exact else f"{row['row_l1']:.4f}",
+        human_error(row["error"]),
+        "–" if row["row_l1"] is None else human_error(row["row_l1"]),
         human_seconds(row["seconds"]),
-        f"{row['speedup']:.2f}×",
+        human_ratio(row["speedup"]),
         human_bytes(row["memory_bytes"]),
-        f"{row['memory_share']:.2f}×",
+        human_ratio(row["memory_share"]),
         f"{row['cost_share']:.1%}",
     ]

@@ -103,6 +103,11 @@ def load(path: str | Path) -> Sample:
     if query_mask is None and q.shape[2] == k.shape[2]:
         query_mask = key_mask
 
+    for name, x, rows in (("q", q, query_mask), ("k", k, key_mask), ("v", v, key_mask)):
+        real = x if rows is None else x.transpose(1, 2)[rows]  # padding may hold anything
+        if not real.isfinite().all():
+            raise bad_value(f"finite numbers in {name}", "NaN or infinity", f"{name}.nan_to_num() or a mask")
+
     def names(key: str, count: int) -> tuple[str, ...] | None:
         try:
             found = json.loads(words[key])

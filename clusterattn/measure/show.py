@@ -41,7 +41,7 @@ def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
 
 
 def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .report import human_bytes, human_seconds
+    from .report import human_bytes, human_ratio, human_seconds
 
     rich = _console()
     lengths = sorted({row["n"] for row in rows})
@@ -65,7 +65,7 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
                     "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
                 )
                 cells.append(
-                    f"{human_seconds(row['seconds_per_token'])}\n[bold]{row['speedup']:.2f}×[/]{memory}"
+                    f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}"
                 )
             table.add_row(_literal(label), *cells, end_section=True)
         rich.print(table)

@@ -7,16 +7,8 @@ from torch import Tensor
 
 from .._types import Attended, Buckets, Call
 from ..ops._chunks import wide
-from ..ops.merge import NEVER, merge, take
-
-
-def means_of(x: Tensor, members: Tensor, counts: Tensor) -> Tensor:
-    """The mean of the members of each cluster (b h c d), with gradient to x; 0 for an empty cluster."""
-    (b, h, n, d), c = x.shape, counts.shape[-1]
-    bins = torch.where(members < 0, c, members) + torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
-    x = wide(x)
-    sums = x.new_zeros(b * h * (c + 1), d).index_add(0, bins.reshape(-1), x.reshape(-1, d)).view(b, h, c + 1, d)[:, :, :c]
-    return sums / counts.clamp(min=1).unsqueeze(-1)
+from ..ops.merge import NEVER, merge
+from ..ops.rows import take
 
 
 def count(members: Tensor, clusters: int) -> Tensor:
@@ -50,7 +42,7 @@ def or_self(answer: Attended, q: Tensor, k: Tensor, v: Tensor, call: Call) -> At
     at = at.clamp(min=0).expand(b, h, n)
     alone = (answer.lse == NEVER) & real.unsqueeze(1)
     lse = (wide(q) * wide(take(k, at))).sum(-1) * call.scale
-    out = torch.where(alone.unsqueeze(-1), wide(take(v, at)), answer.out)
+    out = torch.where(alone.unsqueeze(-1), take(v, at).to(answer.out.dtype), answer.out)
     return Attended(out, torch.where(alone, lse, answer.lse))
 
 

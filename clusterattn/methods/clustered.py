@@ -12,10 +12,10 @@ from torch import Tensor
 from .._errors import check_choice, check_whole
 from .._types import Attended, Call, Clusters, Groups, Method
 from ..ops.coarse import Coarse
-from ..ops.merge import NEVER, broadcast, merge
+from ..ops.merge import NEVER, merge
 from . import _grouping
 from ._grouping import METRICS, STARTS
-from ._shared import count, means_of, own_block, wide
+from ._shared import count, own_block, wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Clustered(Method):
         q, k = q.detach(), k.detach()
         labels, members, clusters = (self._by_block if call.mask.causal else self._whole)(q, k, call)
         counts = count(members, clusters)
-        return Clusters(labels, counts, means_of(q, members, counts), members), None
+        return Clusters(labels, counts, call.ops.means(q, members, counts), members), None
 
     def _whole(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         b, h, n, d = q.shape
@@ -128,7 +128,7 @@ class Clustered(Method):
         assert isinstance(groups, Clusters)
         if groups.counts.shape[-1] == 0:
             return own_block(q, k, v, self.block, call)
-        means = means_of(q, groups.members, groups.counts)
+        means = call.ops.means(q, groups.members, groups.counts)
         if not call.mask.causal:
             return self._answer(q, k, v, means, groups.labels, call, (0, 0, 0))
         blocks = (q.shape[2] + self.block - 1) // self.block
@@ -139,13 +139,13 @@ class Clustered(Method):
     def _answer(self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any) -> Attended:
         """Everybody hears the centroid; the log-weight, when wanted, is the tangent at the centroid (see Refined)."""
         said: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
-        lse = said.far.lse
+        lse, hand = said.far.lse, call.ops.broadcast
         if call.lse:
-            lse = lse - (means * said.mean_key).sum(-1) * call.scale
-        lse = torch.where(labels < 0, NEVER, broadcast(lse, labels))
+            lse = lse - (wide(means) * said.mean_key).sum(-1) * call.scale
+        lse = torch.where(labels < 0, NEVER, hand(lse, labels))
         if call.lse:
-            lse = lse + (wide(q) * broadcast(said.mean_key, labels)).sum(-1) * call.scale
-        return Attended(broadcast(said.far.out, labels), lse)
+            lse = lse + (wide(q) * hand(said.mean_key, labels)).sum(-1) * call.scale
+        return Attended(hand(said.far.out.to(v.dtype), labels), lse)
 
     # ------------------------------------------------------------------ what it costs
 

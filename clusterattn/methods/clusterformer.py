@@ -113,7 +113,8 @@ class ClusterFormer(Method):
         mine = new.gather(1, labels.unsqueeze(-1).expand_as(points))
         close = ((points * mine).sum(-1) * valid).sum(-1) / valid.sum(-1).clamp(min=1)
         beside = (new * new.roll(1, 1)).sum(-1).mean(-1)
-        return ClusterFormerState(new, -close.mean(), -beside.mean())
+        share_of_batch = 1 / max(points.shape[0], 1)  # an empty batch loses nothing
+        return ClusterFormerState(new, -close.sum() * share_of_batch, -beside.sum() * share_of_batch)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call
 from ..ops.coarse import Coarse
-from ..ops.merge import NEVER, broadcast, merge, take
+from ..ops.merge import NEVER
 from ._shared import wide
 from .clustered import Clustered
 
@@ -45,29 +46,33 @@ class Improved(Clustered):
         said: Coarse = call.ops.coarse(
             means, k, v, call.mask, call.scale, top=self.top, tangent=self.mass == "tangent", blocks=reach
         )
-        keys, values = wide(take(k, said.near_at)), wide(take(v, said.near_at))  # (b h c t d), (b h c t e)
-        bias = torch.where(said.near_at < 0, NEVER, 0.0).to(keys.dtype)
+        keys, values = (call.ops.take(x, said.near_at) for x in (k, v))  # (b h c t d), (b h c t e)
+        bias = torch.where(said.near_at < 0, NEVER, 0.0).to(said.far.lse.dtype)
         if self.mass == "cluster":
-            near = call.ops.fine(q, labels, keys, values, bias, call.scale)
-            far = self._same_share(said, near, labels)
-            return merge(near, far)
+            return self._same_share(q, labels, keys, values, bias, said, call)
         # The far part of a cluster acts as one more key: the mean far key, shifted so that its logit is the
         # tangent of the far log-sum-exp at the centroid (or, with a zero key, that log-sum-exp itself).
         far_key, level = torch.zeros_like(means), said.far.lse
         if self.mass == "tangent":
-            far_key, level = said.mean_key, level - (means * said.mean_key).sum(-1) * call.scale
+            far_key = said.mean_key.to(k.dtype)
+            level = level - (wide(means) * wide(far_key)).sum(-1) * call.scale
         keys = torch.cat([keys, far_key.unsqueeze(3)], 3)
-        values = torch.cat([values, said.far.out.unsqueeze(3)], 3)
+        values = torch.cat([values, said.far.out.unsqueeze(3).to(v.dtype)], 3)
         return call.ops.fine(q, labels, keys, values, torch.cat([bias, level.unsqueeze(3)], 3), call.scale)
 
-    def _same_share(self, said: Coarse, near: Attended, labels: Tensor) -> Attended:
-        """Far weighs against near for each query as it does for the centroid: out is eq. 10, lse a true log-weight."""
+    def _same_share(
+        self, q: Tensor, labels: Tensor, keys: Tensor, values: Tensor, bias: Tensor, said: Coarse, call: Call
+    ) -> Attended:
+        """Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for the
+        cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand."""
         empty = said.far.lse == NEVER
-        ratio = torch.where(empty, 0.0, said.far.lse) - torch.where(said.near_lse == NEVER, 0.0, said.near_lse)
+        ratio = torch.where(empty, NEVER, said.far.lse - torch.where(said.near_lse == NEVER, 0.0, said.near_lse))
         if self.detach_mass:
             ratio = ratio.detach()
-        lse = near.lse + broadcast(torch.where(empty, NEVER, ratio), labels)
-        return Attended(broadcast(said.far.out, labels), lse)
+        far = ratio.sigmoid()[..., None, None]
+        mixed = (1 - far) * values + far * said.far.out.unsqueeze(3)
+        near = call.ops.fine(q, labels, keys, mixed.to(values.dtype), bias, call.scale)
+        return Attended(near.out, near.lse + call.ops.broadcast(F.softplus(ratio), labels))
 
     def cost(self, n: int, m: int, d: int, e: int) -> int:
         tangent = self.mass == "tangent"

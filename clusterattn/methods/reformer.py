@@ -50,13 +50,13 @@ class Reformer(Method):
         order = tables.valid_first(hashes, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
         table = tables.cut(order, start, stop, self.chunk)  # (b h*r chunks seats)
         keys = tables.look_back(table, used, 2)
-        return Buckets(*(x.view(*q.shape[:2], -1, x.shape[-1]) for x in (table, keys))), None
+        return Buckets(*(x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys)), self.rounds), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        k = F.normalize(wide(q), dim=-1)
+        k = F.normalize(wide(q), dim=-1).to(q.dtype)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        answer = call.ops.bucketed(wide(q), k, wide(v), groups, call.mask, call.scale, others=True)
+        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale, others=True)
         # a pair met in every round weighs as much as in one: the lse is a mean over rounds
         answer = Attended(answer.out, answer.lse - log(self.rounds))
         return or_self(answer, q, k, v, call)

@@ -106,13 +106,13 @@ class Routing(Method):
         taken = taken.scatter(2, torch.where(seats_q < 0, n, seats_q).flatten(2), True)[..., :n]
         home = near.masked_fill(~alive.unsqueeze(-1), float("-inf")).argmax(2)
         home = torch.where(taken | ~valid.unsqueeze(1), -1, home)
-        table, cluster = tables.tiles(home, c, TILE)
-        z = seats_k.shape[-1]
+        table, first = tables.tiles(home, c, TILE)
+        cluster, z = tables.family_of(first, table.shape[2]), seats_k.shape[-1]
         keys = seats_k.gather(2, cluster.unsqueeze(-1).expand(-1, -1, -1, z))
         # both kinds of bucket in one table: taken queries are cut into tiles of the same height
         rows = -(-seats_q.shape[-1] // TILE)
         seats_q = F.pad(seats_q, (0, rows * TILE - seats_q.shape[-1]), value=-1).view(b, h, c * rows, TILE)
-        return Buckets(torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2))
+        return Buckets(torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2), rounds=0)
 
     def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""

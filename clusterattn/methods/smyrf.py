@@ -60,10 +60,11 @@ class Smyrf(Method):
             start, stop = bucket * real // needed, (bucket + 1) * real // needed
             stop = torch.maximum(stop, torch.minimum(start + shared, real))
             table = tables.cut(order, start, torch.where(bucket < needed, stop, start), seats)
-            return table.view(*q.shape[:2], -1, seats)
+            return table.view(*q.shape[:2], self.rounds * most, seats)
 
         queries = seat(score_q, valid_q, real_q, min(self.q_seats, q.shape[2]), 0)
-        return Buckets(queries, seat(score_k, valid_k, real_k, min(self.k_seats, k.shape[2]), 1)), None
+        keys = seat(score_k, valid_k, real_k, min(self.k_seats, k.shape[2]), 1)
+        return Buckets(queries, keys, self.rounds), None
 
     def _scores(
         self, q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor, needed: Tensor, most: int, call: Call
@@ -95,7 +96,7 @@ class Smyrf(Method):
         at = torch.arange(each, device=groups.queries.device).view(1, 1, 1, each, 1)
 
         def home(table: Tensor, length: int) -> Tensor:
-            seats = table.view(b, h, self.rounds, each, -1)
+            seats = table.view(b, h, self.rounds, each, table.shape[-1])
             where = torch.full((b, h, self.rounds, length + 1), -1, dtype=torch.int64, device=table.device)
             index = torch.where(seats < 0, length, seats).flatten(3)
             return where.scatter(3, index, at.expand_as(seats).flatten(3))[..., :length]

@@ -4,61 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from .._errors import bad_value
-from . import bucketed as _bucketed
-from . import coarse as _coarse
-from . import fine as _fine
-from . import kmeans as _kmeans
+from .._types import Attended
+from ._jit import why_no_kernels
+from .bucketed import bucketed
+from .coarse import Coarse, coarse, top_keys
+from .fine import fine
+from .kmeans import assign, codes, farthest, lloyd, means
+from .rows import broadcast, take
 
 BACKENDS = ("auto", "reference", "triton")
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One backend: each verb keeps the contract written in its folder."""
+    """The verbs as one backend serves them: each keeps the contract written in its folder."""
 
-    codes: Callable[..., torch.Tensor]
-    lloyd: Callable[..., torch.Tensor]
-    assign: Callable[..., torch.Tensor]
-    farthest: Callable[..., torch.Tensor]
-    coarse: Callable[..., _coarse.Coarse]
-    top_keys: Callable[..., torch.Tensor]
-    fine: Callable[..., _bucketed.Attended]
-    bucketed: Callable[..., _bucketed.Attended]
-
-
-REFERENCE = Ops(
-    codes=_kmeans.codes,
-    lloyd=_kmeans.lloyd,
-    assign=_kmeans.assign,
-    farthest=_kmeans.farthest,
-    coarse=_coarse.coarse,
-    top_keys=_coarse.top_keys,
-    fine=_fine.fine,
-    bucketed=_bucketed.bucketed,
-)
+    codes: Callable[..., Tensor]
+    farthest: Callable[..., Tensor]
+    lloyd: Callable[..., Tensor]
+    assign: Callable[..., Tensor]
+    means: Callable[..., Tensor]
+    take: Callable[..., Tensor]
+    broadcast: Callable[..., Tensor]
+    coarse: Callable[..., Coarse]
+    top_keys: Callable[..., Tensor]
+    fine: Callable[..., Attended]
+    bucketed: Callable[..., Attended]
 
 
-def why_not(verb: str, device: torch.device) -> str:
-    """Why no Triton kernel serves this verb: one sentence."""
-    if device.type != "cuda":
-        return f"Triton kernels run on CUDA devices, this is {device.type}"
-    return f"{verb} has no Triton kernel in this version"
+WITH_KERNELS = ("lloyd", "assign", "means", "take", "broadcast", "coarse", "fine", "bucketed")
 
 
-def choose(backend: str, device: torch.device) -> Ops:
-    """The verbs for this call. "auto" takes the fastest that can serve it, "triton" insists."""
-    if backend not in BACKENDS:
+def _served_by(backend: str) -> Ops:
+    verb = partial(partial, backend=backend)
+    return Ops(
+        codes=codes, farthest=farthest, lloyd=verb(lloyd), assign=verb(assign), means=verb(means),
+        take=verb(take), broadcast=verb(broadcast),
+        coarse=verb(coarse), top_keys=top_keys, fine=verb(fine), bucketed=verb(bucketed),
+    )  # fmt: skip
+
+
+_TABLES = {backend: _served_by(backend) for backend in BACKENDS}
+
+
+def choose(backend: str) -> Ops:
+    """The verbs for this call. "auto" takes the fastest that can serve it, "triton" insists on kernels where a verb has one."""
+    if backend not in _TABLES:
         raise bad_value(f"backend one of {', '.join(BACKENDS)}", repr(backend), 'backend="auto"')
-    if backend == "triton":
-        reason = why_not("attention by clustering", device)
-        raise bad_value("a call that Triton kernels can serve", reason, 'backend="auto" or "reference"')
-    return REFERENCE
+    return _TABLES[backend]
 
 
 def verbs(device: torch.device | str = "cpu") -> list[tuple[str, str, str]]:
     """(verb, backend that "auto" takes, why not a kernel) for each verb on a device."""
-    return [(verb.name, "reference", why_not(verb.name, torch.device(device))) for verb in fields(Ops)]
+    reason = why_no_kernels(torch.empty(1, 1, device=torch.device(device))) or ""
+    told = []
+    for verb in fields(Ops):
+        why = reason if verb.name in WITH_KERNELS else f"{verb.name} has no kernel: torch's own operators serve it"
+        told.append((verb.name, "reference" if why else "triton", why))
+    return told

@@ -42,7 +42,7 @@ def look_back(table: Tensor, used: Tensor, blocks: int) -> Tensor:
 
 
 def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
-    """Queries of one cluster in tiles of ``seats``: the table (b h g seats) and each tile's cluster (b h g).
+    """Queries of one cluster in tiles of ``seats``: the table (b h g seats) and the first tile of each cluster (b h c+1).
 
     g = ceil(n / seats) + clusters is always enough, whatever the labels; label -1 is seated nowhere.
     """
@@ -60,9 +60,13 @@ def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
     seat = torch.where(home == clusters, g * seats, seat)  # one spare seat swallows them
     table = torch.full((b, h, g * seats + 1), -1, dtype=torch.int64, device=labels.device)
     table = table.scatter(2, seat, order)[..., : g * seats].view(b, h, g, seats)
-    tile = torch.arange(g, device=labels.device).expand(b, h, g).contiguous()
-    cluster = torch.searchsorted(last_tile[..., :clusters].contiguous(), tile, right=True)
-    return table, cluster.clamp(max=clusters - 1)
+    return table, torch.cat([torch.zeros_like(last_tile[..., :1]), last_tile[..., :clusters]], -1)
+
+
+def family_of(first: Tensor, g: int) -> Tensor:
+    """The cluster of each of g tiles, from the first tile of each cluster (b h c+1): (b h g). Unused tiles: the last one."""
+    tile = torch.arange(g, device=first.device).expand(*first.shape[:2], g).contiguous()
+    return (torch.searchsorted(first, tile, right=True) - 1).clamp(max=first.shape[-1] - 2)
 
 
 def hide(keys: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -13,56 +13,58 @@ from torch import Tensor
 
 from ..._types import Attended, Buckets, Mask
 from .. import tables
-from . import reference
+from .._jit import serve
+from . import kernels, reference
 
 
 @torch.library.custom_op("clusterattn::bucketed", mutates_args=())
 def _bucketed(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], queries: Tensor, keys: Tensor,
-    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
-    scale: float, offset: int, left: int, right: int, others: bool,
+    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], families: Optional[Tensor],
+    scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    return reference.forward(q, k, v, how)
+    return kernels.forward(q, k, v, how, rounds) if triton else reference.forward(q, k, v, how)
 
 
 @_bucketed.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=acc), q.new_empty(q.shape[:3], dtype=acc)
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=v.dtype if rest[-1] else acc), q.new_empty(q.shape[:3], dtype=acc)
 
 
 @torch.library.custom_op("clusterattn::bucketed_backward", mutates_args=())
 def _bucketed_backward(
     d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor],
-    queries: Tensor, keys: Tensor, low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
-    scale: float, offset: int, left: int, right: int, others: bool,
+    queries: Tensor, keys: Tensor, low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], families: Optional[Tensor],
+    scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    return reference.backward(d_out, d_lse, q, k, v, out, lse, how)
+    if triton:
+        dq, dk, dv, d_bias = kernels.backward(d_out, d_lse, q, k, v, out, lse, how, rounds, families)
+    else:
+        dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, how)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
 
 
 @_bucketed_backward.register_fake
 def _(
     d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor], *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    b, h, m = q.shape[0], q.shape[1], k.shape[2]
-    d_bias = (b, h, m if bias is not None else 0)
-    return (
-        q.new_empty(q.shape, dtype=lse.dtype), k.new_empty(k.shape, dtype=lse.dtype),
-        v.new_empty(v.shape, dtype=lse.dtype), q.new_empty(d_bias, dtype=lse.dtype),
-    )  # fmt: skip
+    d_bias = q.new_empty((q.shape[0], q.shape[1], k.shape[2] if bias is not None else 0), dtype=lse.dtype)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, queries, keys, low, high, rank, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, *output, bias, queries, keys, low, high, rank)
+    q, k, v, *seating = inputs
+    ctx.how = seating[7:]
+    ctx.save_for_backward(q, k, v, *output, *seating[:7])
 
 
 def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    q, k, v, out, lse, bias, *seating = ctx.saved_tensors
-    dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, q, k, v, out, lse, bias, *seating, *ctx.how)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias if bias is not None else None, *[None] * 10
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them only once
+    dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, *saved, *ctx.how)
+    return dq, dk, dv, d_bias if saved[5] is not None else None, *[None] * 13
 
 
 _bucketed.register_autograd(_give_back, setup_context=_keep)
@@ -70,16 +72,19 @@ _bucketed.register_autograd(_give_back, setup_context=_keep)
 
 def bucketed(
     q: Tensor, k: Tensor, v: Tensor, buckets: Buckets, mask: Mask, scale: float, *,
-    bias: Tensor | None = None, meetings: tuple[Tensor, Tensor, Tensor] | None = None,
-    left: int = -1, right: int = -1, others: bool = False,
+    bias: Tensor | None = None, meetings: tuple[Tensor, Tensor, Tensor] | None = None, families: Tensor | None = None,
+    left: int = -1, right: int = -1, others: bool = False, backend: str = "reference",
 ) -> Attended:  # fmt: skip
     """Queries of each bucket attend to its keys, as far as the mask lets them.
 
     bias (b h m) is added to a key's logits; ``meetings`` makes a pair count once over all rounds (see reference.py);
-    ``left``/``right`` bound the distance between positions; ``others``: a query does not see itself.
+    ``left``/``right`` bound the distance between positions; ``others``: a query does not see itself; ``families``: see
+    fine, whose neighbouring buckets share their keys.
     """
     if mask.causal:
         right = 0
     low, high, rank = meetings if meetings is not None else (None, None, None)
     keys = tables.hide(buckets.keys, mask.keys)
-    return Attended(*_bucketed(q, k, v, bias, buckets.queries, keys, low, high, rank, scale, mask.offset, left, right, others))
+    triton = serve("bucketed", backend, kernels.why_not(q, k, v, buckets.queries, keys, buckets.rounds))
+    seating = (bias, buckets.queries, keys, low, high, rank, families)
+    return Attended(*_bucketed(q, k, v, *seating, scale, mask.offset, left, right, others, buckets.rounds, triton))

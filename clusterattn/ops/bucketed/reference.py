@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .._chunks import budget, spans, wide
-from ..merge import NEVER, flat_index
+from ..merge import NEVER
+from ..rows import flat_index
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ def _split_long(queries: Tensor, keys: Tensor, most: int) -> tuple[Tensor, Tenso
 def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -> Iterator[Piece]:
     (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
     s, z = queries.shape[-1], keys.shape[-1]
-    q_rows, k_rows = q.reshape(-1, d), k.reshape(-1, d)
-    query_at, key_at = queries.reshape(-1, s), keys.reshape(-1, z)
-    flat_queries = flat_index(queries, h, n).view(-1, s)
-    flat_keys = flat_index(keys, hk, m).view(-1, z)
-    flat_bias = flat_keys if hk == h else flat_index(keys, h, m).view(-1, z)
+    q_rows, k_rows = q.reshape(b * h * n, d), k.reshape(b * hk * m, d)
+    query_at, key_at = queries.flatten(0, 2), keys.flatten(0, 2)
+    flat_queries = flat_index(queries, h, n).flatten(0, 2)
+    flat_keys = flat_index(keys, hk, m).flatten(0, 2)
+    flat_bias = flat_keys if hk == h else flat_index(keys, h, m).flatten(0, 2)
     bias = None if how.bias is None else how.bias.reshape(-1)
     for index in spans(len(query_at), budget(q) // max(s * z, s * d, z * d, 1)):
         mine, theirs = query_at[index], key_at[index]
@@ -104,8 +105,8 @@ def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Te
 def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating) -> tuple[Tensor, Tensor]:
     (b, h, n, _), (hk, m, e) = q.shape, v.shape[1:]
     queries, keys = _split_long(how.queries, how.keys, budget(q))
-    v_rows = v.reshape(-1, e)
-    seats = queries.reshape(-1, queries.shape[-1])
+    v_rows = v.reshape(b * hk * m, e)
+    seats = queries.flatten(0, 2)
     acc = torch.promote_types(q.dtype, torch.float32)
     answers = torch.zeros(*seats.shape, e, dtype=acc, device=q.device)
     weights = torch.full(seats.shape, NEVER, dtype=acc, device=q.device)
@@ -136,7 +137,7 @@ def backward(
     acc = lse.dtype
     flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
     delta = ((d_out * out).sum(-1) - d_lse).reshape(-1)
-    d_rows, v_rows = d_out.reshape(-1, e), v.reshape(-1, e)
+    d_rows, v_rows = d_out.reshape(b * h * n, e), v.reshape(b * hk * m, e)
     dq = torch.zeros(b * h * n, d, dtype=acc, device=q.device)
     dk = torch.zeros(b * hk * m, d, dtype=acc, device=q.device)
     dv = torch.zeros(b * hk * m, e, dtype=acc, device=q.device)
@@ -153,4 +154,4 @@ def backward(
         ds.mul_(how.scale)
         dq.index_add_(0, flat_q, torch.bmm(ds, piece.y).view(-1, d))
         dk.index_add_(0, flat_k, torch.bmm(ds.mT, piece.x).view(-1, d))
-    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, -1)
+    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, m if how.bias is not None else 0)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..._types import Attended, Mask
-from . import reference
+from .._jit import serve
+from . import kernels, reference
 from .reference import Reach
 
 
@@ -26,66 +27,75 @@ class Coarse:
     near_lse: Tensor  # (b h c)
 
 
-_Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("clusterattn::coarse", mutates_args=())
 def _coarse(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> _Fields:  # fmt: skip
-    return reference.forward(c, k, v, key_mask, Reach(scale, top, tangent, per, first, step))
+    how = Reach(scale, top, tangent, per, first, step)
+    if triton:
+        return kernels.forward(c, k, v, key_mask, how)
+    return *reference.forward(c, k, v, key_mask, how), c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
 
 
 @_coarse.register_fake
-def _(c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], scale: float, top: int, tangent: bool, *_: int) -> _Fields:
-    lead, acc = c.shape[:3], torch.promote_types(c.dtype, torch.float32)
+def _(
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
+) -> _Fields:  # fmt: skip
+    lead, acc, few = c.shape[:3], torch.promote_types(c.dtype, torch.float32), min(top, k.shape[2])
     return (
         c.new_empty((*lead, v.shape[3]), dtype=acc), c.new_empty((*lead, c.shape[3] if tangent else 0), dtype=acc),
-        c.new_empty(lead, dtype=acc), c.new_empty(lead, dtype=acc),
-        c.new_empty((*lead, min(top, k.shape[2])), dtype=torch.int64),
+        c.new_empty(lead, dtype=acc), c.new_empty(lead, dtype=acc), c.new_empty((*lead, few), dtype=torch.int64),
+        c.new_empty((*lead, (k.shape[2] + 31) // 32 if triton and top else 0), dtype=torch.int32),
     )  # fmt: skip
 
 
 @torch.library.custom_op("clusterattn::coarse_backward", mutates_args=())
 def _coarse_backward(
     d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor,
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int,
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, near_bits: Tensor,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    how = Reach(scale, top, tangent, per, first, step)
-    return reference.backward(
-        d_out, d_mean, d_lse, d_near, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how
-    )
+    how, gradients = Reach(scale, top, tangent, per, first, step), (d_out, d_mean, d_lse, d_near)
+    if triton:
+        return kernels.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, how)
+    return reference.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how)
 
 
 @_coarse_backward.register_fake
 def _(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, *_: Any
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape, dtype=d_lse.dtype) for x in (c, k, v))  # type: ignore[return-value]
+    kv = k.dtype if rest[-1] else d_lse.dtype
+    return c.new_empty(c.shape, dtype=d_lse.dtype), k.new_empty(k.shape, dtype=kv), v.new_empty(v.shape, dtype=kv)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
     c, k, v, key_mask, *ctx.how = inputs
     ctx.save_for_backward(c, k, v, key_mask, *output)
-    ctx.mark_non_differentiable(output[4])
+    ctx.mark_non_differentiable(output[4], output[5])
 
 
-def _give_back(ctx: Any, d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, _: Any) -> tuple[Any, ...]:
+def _give_back(ctx: Any, d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, *_: Any) -> tuple[Any, ...]:
     c, k, v, *rest = ctx.saved_tensors
     dc, dk, dv = _coarse_backward(d_out, d_mean, d_lse, d_near, c, k, v, *rest, *ctx.how)
-    return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 7
+    return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 8
 
 
 _coarse.register_autograd(_give_back, setup_context=_keep)
 
 
 def coarse(
-    c: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *, top: int, tangent: bool, blocks: tuple[int, int, int] = (0, 0, 0)
-) -> Coarse:
+    c: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *,
+    top: int, tangent: bool, blocks: tuple[int, int, int] = (0, 0, 0), backend: str = "reference",
+) -> Coarse:  # fmt: skip
     """Centroids c (b h c d) over the keys. blocks = (clusters per block, keys before block 1, keys per block)."""
-    out, mean_key, lse, near_lse, near_at = _coarse(c, k, v, mask.keys, scale, top, tangent, *blocks)
+    triton = serve("coarse", backend, kernels.why_not(c, k, v))
+    out, mean_key, lse, near_lse, near_at, _ = _coarse(c, k, v, mask.keys, scale, top, tangent, *blocks, triton)
     return Coarse(Attended(out, lse), mean_key, near_at, near_lse)
 
 

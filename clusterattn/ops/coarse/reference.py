@@ -47,7 +47,7 @@ def _pieces(c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Reach
     for rows_of, seen in blocks:
         size = group * (rows_of.stop - rows_of.start) * max(seen, d, 1)
         for heads in spans(lead, budget(c) * 4 // max(size, 1)):
-            few = wide(c[heads, :, rows_of]).reshape(-1, group * (rows_of.stop - rows_of.start), d)
+            few = wide(c[heads, :, rows_of]).flatten(1, 2)
             keys, values = wide(k[heads, :seen]), wide(v[heads, :seen])
             scores = torch.bmm(few, keys.mT).mul_(how.scale)
             if key_mask is not None:
@@ -58,7 +58,7 @@ def _pieces(c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Reach
 def _by_key_head(x: Tensor, hk: int) -> Tensor:
     """(b h ...) -> (b*hk group ...)"""
     b, h = x.shape[:2]
-    return x.reshape(b * hk, h // max(hk, 1) if hk else 0, *x.shape[2:])
+    return x.reshape(b * hk, h // hk, *x.shape[2:])
 
 
 def _mask_rows(key_mask: Tensor | None, hk: int) -> Tensor | None:
@@ -76,7 +76,7 @@ def forward(
     lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_at = torch.full((*lead, top), -1, dtype=torch.int64, device=c.device)
-    for p in _pieces(_by_key_head(c, hk), k.reshape(-1, m, d), v.reshape(-1, m, e), _mask_rows(key_mask, hk), how):
+    for p in _pieces(_by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how):
         place = (p.heads, slice(None), p.rows)
         shape = out[place].shape[:-1]
         few = min(top, p.seen)
@@ -96,7 +96,7 @@ def forward(
             mean_key[place] = torch.bmm(weights, p.k).div_(some).view(*shape, d)
         lse[place] = (total.log_() + highest).view(shape)
     return (
-        out.view(b, h, rows, e), mean_key.view(b, h, rows, -1), lse.view(b, h, rows),
+        out.view(b, h, rows, e), mean_key.view(b, h, rows, mean_key.shape[-1]), lse.view(b, h, rows),
         near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
     )  # fmt: skip
 
@@ -116,7 +116,7 @@ def backward(
     d_out, d_mean, d_near, delta, lse, near_lse, near_at = (
         _by_key_head(x, hk) for x in (d_out, d_mean, d_near, delta, lse, near_lse, near_at)
     )
-    for p in _pieces(_by_key_head(c, hk), k.reshape(-1, m, d), v.reshape(-1, m, e), _mask_rows(key_mask, hk), how):
+    for p in _pieces(_by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how):
         if p.seen == 0:
             continue
         place, flat = (p.heads, slice(None), p.rows), p.scores.shape[:2]
@@ -149,7 +149,7 @@ def top_keys(q: Tensor, k: Tensor, key_mask: Tensor | None, top: int, causal: bo
     few = min(top, m)
     found = torch.full((b * hk, h // hk, n, few), -1, dtype=torch.int64, device=q.device)
     key_mask = _mask_rows(key_mask, hk)
-    keys, mine = k.reshape(-1, m, d), _by_key_head(q, hk)
+    keys, mine = k.reshape(b * hk, m, d), _by_key_head(q, hk)
     key_at = torch.arange(m, device=q.device)
     for heads in spans(b * hk, 1):
         for rows in spans(n, budget(q) * 4 // max(m * (h // hk), 1)):

@@ -1,4 +1,4 @@
-"""Lloyd's algorithm over (lead n w) points, and farthest-first starts. No gradient anywhere.
+"""Lloyd's algorithm over points (b h n w), and farthest-first starts. No gradient anywhere. lead = b h in one.
 
 All three metrics assign by the same product, ``argmax_c  x . f(c) - offset(c)``:
 
@@ -27,6 +27,7 @@ def assign(
     points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool
 ) -> Tensor:
     """The best centroid of every point (lead n); ties go to the lowest index."""
+    points = points.flatten(0, 1)
     lead, n, w = points.shape
     c = centroids.shape[1]
     labels = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
@@ -47,7 +48,7 @@ def _centred(points: Tensor, origin: Tensor | None, heads: slice, some: slice) -
     return x if origin is None else x - origin[heads]
 
 
-def _sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
+def sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
     """Sum of the points of each cluster (lead c w); label -1 is left out. The same bits every time, on any device."""
     lead, n, w = points.shape
     if points.device.type == "cpu":
@@ -66,14 +67,14 @@ def lloyd(
 ) -> Tensor:
     """Centroids (lead c w), relative to the origin, after ``updates`` rounds of assign and update. An empty cluster
     keeps its place."""
-    centroids, points = centroids.clone(), _centred(points, origin, slice(None), slice(None))
+    centroids, points = centroids.clone(), _centred(points.flatten(0, 1), origin, slice(None), slice(None))
     for _ in range(updates):
-        labels = assign(points, None, centroids, alive, form, signs).masked_fill_(~valid, -1)
-        sums = _sums(points, labels, centroids.shape[1])
+        labels = assign(points.unsqueeze(0), None, centroids, alive, form, signs).masked_fill_(~valid, -1)
+        totals = sums(points, labels, centroids.shape[1])
         counts = torch.zeros(*alive.shape, dtype=points.dtype, device=points.device)
         counts.scatter_add_(1, labels.clamp(min=0), valid.to(points.dtype))
         # signs: a majority, a drawn vote being 0 as a bit (-1 as a sign)
-        means = torch.where(sums > 0, 1.0, -1.0).to(sums.dtype) if signs else sums / counts.clamp(min=1).unsqueeze(-1)
+        means = torch.where(totals > 0, 1.0, -1.0).to(totals.dtype) if signs else totals / counts.clamp(min=1).unsqueeze(-1)
         centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
     return centroids
 

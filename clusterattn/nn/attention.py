@@ -1,0 +1,218 @@
+"""Multi-head attention by any method, in the place of ``torch.nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .._attention import attention
+from .._errors import bad_value, check_whole
+from ..methods import MethodSpec, Routing
+from ..methods import method as as_method
+from . import masks
+from .memory import RoutingMemory
+
+
+class _NotForFastPaths:
+    """Stands where torch's fast paths look for a weight, and says that plain kernels must not touch it."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
+class MultiheadAttention(nn.Module):
+    """``nn.MultiheadAttention`` by clustering, also as ``self_attn`` of torch's transformer layers.
+
+    method      a method, its name, or "name:key=value,..."
+    kv_heads    fewer key and value heads than query heads, each serving a group of them
+    kdim, vdim  features of the keys and values that come in, where they are not embed_dim
+    shared_qk   one projection for queries and keys (always with Reformer, which has no keys of its own)
+    dropout     on the OUTPUT, after out_proj: clustering never holds the weights that torch drops
+    causal      attend causally in every call
+    seed        of the method's draws, the same in every call: one input, one answer, also when activation
+                checkpointing asks twice. Set ``.seed`` between steps for fresh draws
+
+    With Routing the module owns the centroids (a buffer, moved in training mode only) and leaves the
+    commitment loss of its last training forward in ``auxiliary_loss`` (None with other methods); 1e-4 is
+    the published weight for it. ClusterFormer starts from the data in every call here; its trained
+    centroids belong to ``ClusterFormerEncoder``.
+    """
+
+    # torch's transformer layers and encoders look at these before they take a fast path that would skip
+    # our forward. The weight is asked for when self_attn is replaced inside a finished nn.TransformerEncoder.
+    in_proj_bias: ClassVar[None] = None
+    in_proj_weight: ClassVar[_NotForFastPaths] = _NotForFastPaths()
+    _qkv_same_embed_dim: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        heads: int,
+        method: MethodSpec = "refined",
+        *,
+        kv_heads: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = True,
+        shared_qk: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        causal: bool = False,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_whole("MultiheadAttention", embed_dim=embed_dim, heads=heads, kv_heads=kv_heads)
+        if embed_dim % heads or heads % kv_heads:
+            got = f"embed_dim={embed_dim}, heads={heads}, kv_heads={kv_heads}"
+            raise bad_value("kv_heads that divide heads that divide embed_dim", got, "heads=embed_dim // 64")
+        self.method = as_method(method)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
+        self.batch_first, self.causal, self.seed = batch_first, causal, seed
+        self.shared_qk = shared_qk = shared_qk or self.method.name == "reformer"
+        if shared_qk and (kv_heads != heads or kdim not in (None, embed_dim)):
+            got, advice = (
+                f"kv_heads={kv_heads}, kdim={kdim}",
+                "leaving them out, or shared_qk=False, not Reformer",
+            )
+            raise bad_value("keys shaped like queries, to share a projection", got, advice)
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, embed_dim, **options)
+        self.k_proj = None if shared_qk else nn.Linear(kdim or embed_dim, kv_heads * self.head_dim, **options)
+        self.v_proj = nn.Linear(vdim or embed_dim, kv_heads * self.head_dim, **options)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, **options)
+        self.dropout = nn.Dropout(dropout)
+        routing = isinstance(self.method, Routing)
+        self.memory = RoutingMemory(heads, self.head_dim, device) if routing else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj)):
+            nn.init.xavier_uniform_(projection.weight, gain=2**-0.5)  # as torch, which stacks the three
+        for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj, self.out_proj)):
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    @classmethod
+    def from_torch(
+        cls, trained: nn.MultiheadAttention, method: MethodSpec = "refined", **options: Any
+    ) -> MultiheadAttention:
+        """A copy of a trained ``nn.MultiheadAttention``. Its dropout moves from the weights to the output."""
+        if trained.bias_k is not None or trained.add_zero_attn:
+            raise bad_value("no extra keys", "add_bias_kv or add_zero_attn", "training without them")
+        weight, bias = trained.out_proj.weight, trained.in_proj_bias is not None
+        same: dict[str, Any] = {"bias": bias, "device": weight.device, "dtype": weight.dtype}
+        same |= {name: getattr(trained, name) for name in ("kdim", "vdim", "batch_first", "dropout")}
+        ours = cls(trained.embed_dim, trained.num_heads, method, **(same | options))
+        if ours.k_proj is None:
+            raise bad_value(
+                "room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer"
+            )
+        inward = (ours.q_proj, ours.k_proj, ours.v_proj)
+        stacked: Tensor | None = trained.in_proj_weight  # None where kdim or vdim differ
+        apart = (trained.q_proj_weight, trained.k_proj_weight, trained.v_proj_weight)
+        matrices = apart if stacked is None else stacked.chunk(3)
+        with torch.no_grad():
+            for at, projection in enumerate(inward):
+                projection.weight.copy_(matrices[at])
+                if bias:
+                    projection.bias.copy_(trained.in_proj_bias.chunk(3)[at])
+        ours.out_proj.load_state_dict(trained.out_proj.state_dict())
+        return ours.train(trained.training)
+
+    @property
+    def auxiliary_loss(self) -> Tensor | None:
+        return None if self.memory is None else self.memory.auxiliary_loss
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """In torch's conventions: masks say True (or -inf) = masked OUT, unlike ``ca.attention``.
+
+        query, key, value   (b n embed_dim), (b m kdim), (b m vdim); (n b embed_dim) and so on with
+                            batch_first=False; or one sequence without b
+        key_padding_mask    (b m). Where query is key, padding takes no part as queries either: its rows
+                            are out_proj's answer to 0
+        query_padding_mask  (b n): the same for cross-attention
+        attn_mask           the causal mask, together with is_causal=True; any other with Exact alone
+        need_weights        also return the dense weights that the method really applied: (b n m), or
+                            (b heads n m) with average_attn_weights=False. Not by default: never making
+                            them is the point
+        """
+        if query.is_nested:
+            raise bad_value("padded tensors and masks", "a nested tensor", "query.to_padded_tensor(0.0)")
+        alone, self_attention = query.dim() == 2, query is key
+        if self.method.self_only and not self_attention:
+            wanted = f"one tensor as query and key: {type(self.method).__name__} is self-attention only"
+            raise bad_value(wanted, "two tensors", "Refined, Improved, Clustered or Smyrf across sequences")
+        if self_attention and query_padding_mask is None:
+            query_padding_mask = key_padding_mask
+
+        def batched(x: Tensor) -> Tensor:
+            return x.unsqueeze(0) if alone else x if self.batch_first else x.transpose(0, 1)
+
+        def kept(name: str, padding: Tensor | None) -> Tensor | None:
+            return None if padding is None else masks.kept(padding.unsqueeze(0) if alone else padding, name)
+
+        q, v = batched(query), batched(value)
+        k = q if self_attention else batched(key)
+        options = {
+            "key_mask": kept("key_padding_mask", key_padding_mask),
+            "query_mask": kept("query_padding_mask", query_padding_mask),
+        }
+        causal = self.causal or is_causal
+        if attn_mask is not None:
+            shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+            options["attn_mask"], causal = masks.dense(attn_mask, self.method, shape, is_causal, self.causal)
+        out, weights, _ = self.attend(q, k, v, need_weights=need_weights, causal=causal, **options)
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights.squeeze(0) if alone else weights
+        return out.squeeze(0) if alone else out if self.batch_first else out.transpose(0, 1), weights
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Batch first, with the options of ``ca.attention`` (masks: True = kept): answer, weights, state."""
+        q, v = self._split(self.q_proj(query)), self._split(self.v_proj(value))
+        if self.k_proj is not None:
+            k = self._split(self.k_proj(key))
+        else:
+            k = q if query is key else self._split(self.q_proj(key))
+        if need_weights:  # every method is linear in v: its answer to an identity is the weights of this call
+            identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)
+            v = torch.cat([v, identity.expand(*v.shape[:2], -1, -1)], -1)
+        memory = self.memory if isinstance(self.method, Routing) else None
+        if memory is not None:
+            options |= {"state": memory.recall(), "return_state": self.training}
+        answer = attention(q, k, v, method=self.method, seed=self.seed, **options)
+        out, state = answer if options.get("return_state") else (answer, None)
+        if memory is not None:
+            memory.learn(state)
+        weights = None
+        if need_weights:
+            out, weights = out[..., : self.head_dim], out[..., self.head_dim :]
+        return self.dropout(self.out_proj(out.transpose(1, 2).flatten(2))), weights, state
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(b n heads·d) -> (b heads n d)"""
+        b, n, width = x.shape
+        return x.reshape(b, n, width // self.head_dim, self.head_dim).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, heads={self.num_heads}, method={self.method}"

@@ -1,0 +1,73 @@
+"""What all kernels share: how dtypes multiply, how tensors are handed over, and whether Triton is there at all."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_value
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAVE_TRITON = True
+except ImportError:  # CPU-only installations of torch come without it
+    triton, tl, HAVE_TRITON = None, None, False
+
+INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on a CPU, for tests
+HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
+
+
+def jit(function: Any) -> Any:
+    return triton.jit(function) if HAVE_TRITON else function
+
+
+def why_no_kernels(x: Tensor) -> str | None:
+    """Why no kernel at all can run on this tensor; None when they can."""
+    if not HAVE_TRITON:
+        return "Triton is not installed"
+    if x.device.type != "cuda" and not (x.device.type == "cpu" and INTERPRETING):
+        return f"kernels run on CUDA devices, the tensors are on {x.device.type}"
+    if x.dtype == torch.float64:
+        return "kernels compute in fp32 with fp16, bf16 or fp32 inputs, the tensors are fp64"
+    if x.shape[-1] > HEAD_DIMS:
+        return f"kernels hold head dimensions up to {HEAD_DIMS}, this one is {x.shape[-1]}"
+    return None
+
+
+def power(x: int, least: int = 16) -> int:
+    """The next power of two: the width of a tile that holds x."""
+    return max(least, 1 << (max(int(x), 1) - 1).bit_length())
+
+
+def rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last dimension's, which must be 1."""
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def precision(x: Tensor) -> str:
+    """fp32 inputs are multiplied as fp32, not as tf32."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+@functools.cache
+def _say_once(verb: str, reason: str) -> None:
+    logging.getLogger("clusterattn").info("%s takes the reference path: %s", verb, reason)
+
+
+def serve(verb: str, backend: str, reason: str | None) -> bool:
+    """Does a kernel serve this call? "auto" says once why not, "triton" insists."""
+    if backend == "reference":
+        return False
+    if reason is None:
+        return True
+    if backend == "triton":
+        raise bad_value(f"a call of {verb} that a Triton kernel can serve", reason, 'backend="auto" or "reference"')
+    if not torch.compiler.is_compiling():
+        _say_once(verb, reason)
+    return False
