@@ -58,14 +58,15 @@ def attention(
     q, k, v = _cast(q, k, v)
     call = _call(room, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, room, q, k, attn_mask, dropout_p, state, return_lse, return_state)
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        return _pack(_nothing(q, v), state, return_lse, return_state)
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
             fresh, state = room.group(wiped[0], wiped[1], call)
         groups = fresh if groups is None else _known(room, groups, q, k)
         answer = room.attend(*wiped, groups, call)
-    answer = _finish(answer, q, v.dtype, call)
-    return _pack(answer, state, return_lse, return_state)
+    return _pack(_finish(answer, v.dtype, call.mask.queries), state, return_lse, return_state)
 
 
 def groups(
@@ -158,12 +159,17 @@ def _call(
     if query_mask is not None:
         _check_row("query_mask", query_mask, (b, n), q.device)
     if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise bad_type("generator a torch.Generator", type(generator).__name__, "seed= for a number")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or seed < 0:
         raise bad_value("seed a whole number >= 0", repr(seed), "seed=0")
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))
+    blind = mask.blind(q) if m else None
+    if blind is not None:  # who sees nothing asks nothing: it has no say in the groups and gets no gradient
+        mask = Mask(n, m, key_mask, ~blind if query_mask is None else query_mask & ~blind, bool(causal))
     return Call(mask, d**-0.5 if scale is None else scale, seed, choose(backend), points=points)
 
 
@@ -227,15 +233,21 @@ def _wipe(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else torch.where(rows[:, None, :, None], x, 0.0)
 
 
-def _finish(answer: Attended, q: Tensor, dtype: torch.dtype, call: Call) -> Attended:
-    """Rows that see nothing answer 0 with log-weight -inf; the answer goes back to the dtype it came in."""
+def _nothing(q: Tensor, v: Tensor) -> Attended:
+    """No queries or no keys: the answer is 0, still part of the graph."""
+    silent = torch.where(torch.zeros_like(q[..., :1], dtype=torch.bool), q[..., :1], 0.0)
+    out = silent.expand(*q.shape[:3], v.shape[3]) + v.sum((-1, -2), keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1) * 0
+    return Attended(out, torch.full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device))
+
+
+def _finish(answer: Attended, dtype: torch.dtype, queries: Tensor | None) -> Attended:
+    """Rows that ask or see nothing answer 0 with log-weight -inf; the answer goes back to the dtype it came in."""
     out, lse = answer.out.to(dtype), answer.lse
-    blind = call.mask.blind(q)
-    if call.mask.queries is not None:
-        blind = ~call.mask.queries if blind is None else blind | ~call.mask.queries
-    if blind is None:
+    if queries is None:
         return Attended(out, lse)
-    return Attended(out.masked_fill(blind[:, None, :, None], 0.0), lse.masked_fill(blind.unsqueeze(1), float("-inf")))
+    return Attended(
+        out.masked_fill(~queries[:, None, :, None], 0.0), lse.masked_fill(~queries.unsqueeze(1), float("-inf"))
+    )
 
 
 def _pack(answer: Attended, state: Any, lse: bool, keep_state: bool) -> Any:

@@ -24,12 +24,21 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
+@torch.library.custom_op("clusterattn::bits", mutates_args=())
 def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
-    """A 32-bit random integer (as int64) for each counter."""
+    """A 32-bit random integer (as int64) for each counter.
+
+    An op of its own because a compiler that inlines the mixing, where every line reads the last one twice, never ends.
+    """
     counter = counter.to(torch.int64)
     x = _mix((counter + (seed & _LOW)) & _LOW)
     x = _mix(x ^ (((counter >> 32) ^ (seed >> 32)) & _LOW))
     return _mix((x + 0x3C6EF372 * stream) & _LOW)
+
+
+@bits.register_fake
+def _(counter: Tensor, seed: int, stream: int) -> Tensor:
+    return torch.empty_like(counter, dtype=torch.int64, memory_format=torch.contiguous_format)
 
 
 def normal(shape: tuple[int, ...], seed: int, stream: int, device: torch.device, first: Tensor | int = 0) -> Tensor:
@@ -47,16 +56,18 @@ def directions(rounds: int, each: int, d: int, seed: int, like: Tensor) -> Tenso
     ).to(like.dtype)
 
 
-def lottery(valid: Tensor, seed: int, stream: int, most: int) -> Tensor:
+def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Tensor | None = None) -> Tensor:
     """``most`` distinct valid positions spread at random over the sequence, (... most); -1 once the valid ones are used up.
 
     Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the valid
     tokens are drawn, so padding changes nobody's luck; nothing is sorted and the cost does not grow with the length.
+    ``wanted`` (... 1): how many of the ``most`` lots are drawn, where that follows the number of valid tokens.
     """
     seen = valid.cumsum(-1)
     total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
     lot = torch.arange(most, device=valid.device)
-    rank = ((lot << 32) + bits(lot, seed, stream)).double() * (total.double() / (most * 2.0**32))
-    rank = torch.where(total > most, rank.long().clamp(max=total - 1), lot.expand_as(rank))
+    wanted = torch.full_like(total, most) if wanted is None else wanted
+    rank = ((lot << 32) + bits(lot, seed, stream)).double() * (total.double() / (wanted * 2.0**32))
+    rank = torch.where(total > wanted, rank.long().clamp(max=total - 1), lot.expand_as(rank))
     at = torch.searchsorted(seen, (rank + 1).expand(*valid.shape[:-1], most).contiguous())
-    return torch.where(rank < total, at, -1)
+    return torch.where((rank < total) & (lot < wanted), at, -1)

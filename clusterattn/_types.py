@@ -50,15 +50,13 @@ class Mask:
 
     def blind(self, like: Tensor) -> Tensor | None:
         """(b n) bool: queries that may see no key at all; None when there can be none."""
-        if self.keys is None and not self.causal and self.m > 0:
+        if self.keys is None and self.m > 0 and (not self.causal or self.offset >= 0):
             return None
         keys = self.key_rows(like)
         if not self.causal:
             return ~keys.any(-1, keepdim=True).expand(-1, self.n)
         seen = keys.cumsum(-1) > 0  # (b m): some real key at or before j
         at = torch.arange(self.n, device=like.device) + self.offset
-        if self.m == 0:
-            return torch.ones(like.shape[0], self.n, dtype=torch.bool, device=like.device)
         return ~(seen[:, at.clamp(min=0)] & (at >= 0))
 
 

@@ -32,7 +32,8 @@ def method(spec: MethodSpec) -> Method:
     if isinstance(spec, dict):
         return _named(str(spec.get("method"))).from_dict(spec)
     if not isinstance(spec, str):
-        raise bad_type("a method instance, its name or its dict", type(spec).__name__, 'method="refined" or method=ca.Refined(...)')
+        got = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
+        raise bad_type("a method instance, its name or its dict", got, 'method="refined" or method=ca.Refined(...)')
     name, _, settings = spec.partition(":")
     given = {}
     for setting in filter(None, settings.split(",")):

@@ -68,7 +68,7 @@ def centres(
     pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
     chosen = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, pool)  # shared by the heads
     if start == "far":
-        best = call.ops.farthest(pick(chosen), chosen >= 0, min(clusters, n), where.form)
+        best = call.ops.farthest(pick(chosen), chosen >= 0, min(clusters, n), signs=where.signs, form=where.form)
         chosen = torch.where(best >= 0, chosen.expand(*best.shape[:-1], -1).gather(-1, best.clamp(min=0)), -1)
     alive, centroids, origin = chosen >= 0, wide(pick(chosen)), None
     if not where.signs:

@@ -92,11 +92,10 @@ class ClusterFormer(Method):
     def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """(b c x) from the state, or some of the points themselves; and which of them are alive (b c)."""
         if call.state is None:
-            lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(self._count(None, points.shape[1]), points.shape[1]))
+            most = min(self._count(None, points.shape[1]), points.shape[1])
+            wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
+            lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, most, wanted)
             alive = lots >= 0
-            if self.clusters is None:
-                root = valid.sum(-1, keepdim=True).double().sqrt().ceil()
-                alive = alive & (torch.arange(lots.shape[-1], device=points.device) < root)
             return points.gather(1, lots.clamp(min=0).unsqueeze(-1).expand(-1, -1, points.shape[-1])), alive
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != points.shape[-1]:

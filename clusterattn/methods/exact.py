@@ -29,7 +29,7 @@ class Exact(Method):
             mask, blind = self._dense_mask(q, call)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=call.mask.causal and mask is None, dropout_p=call.dropout_p,
-            scale=call.scale, enable_gqa=k.shape[1] != q.shape[1],
+            scale=call.scale, enable_gqa=True if k.shape[1] != q.shape[1] else False,  # a plain bool, also for symbolic shapes
         )  # fmt: skip
         if blind is not None:
             out = out.masked_fill(blind, 0.0)

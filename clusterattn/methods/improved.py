@@ -26,7 +26,7 @@ class Improved(Clustered):
 
     mass     how much the far part weighs for each query: "cluster" keeps the centroid's proportion of near to far
              (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the centroid
-    detach_mass  treat that proportion as a constant in backward, as the old code did (mass="cluster" only)
+    detach_mass  treat the near keys' share as a constant in backward, as the old code did (mass="cluster" only)
     """
 
     name: ClassVar[str] = "improved"
@@ -67,10 +67,9 @@ class Improved(Clustered):
         cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand."""
         empty = said.far.lse == NEVER
         ratio = torch.where(empty, NEVER, said.far.lse - torch.where(said.near_lse == NEVER, 0.0, said.near_lse))
-        if self.detach_mass:
-            ratio = ratio.detach()
         far = ratio.sigmoid()[..., None, None]
-        mixed = (1 - far) * values + far * said.far.out.unsqueeze(3)
+        near_share = 1 - (far.detach() if self.detach_mass else far)
+        mixed = near_share * values + far * said.far.out.unsqueeze(3)
         near = call.ops.fine(q, labels, keys, mixed.to(values.dtype), bias, call.scale)
         return Attended(near.out, near.lse + call.ops.broadcast(F.softplus(ratio), labels))
 

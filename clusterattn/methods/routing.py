@@ -62,7 +62,7 @@ class Routing(Method):
         both, valid = torch.cat([x, y], 2).detach(), torch.cat([valid_q, valid_k], 1).unsqueeze(1)
         if call.state is not None:
             means = self._known(call.state, q).expand(b, -1, -1, -1)
-            alive = torch.ones(b, 1, means.shape[2], dtype=torch.bool, device=q.device)
+            alive = means.abs().sum(-1) > 0
         elif call.keep_state:  # one set of centroids for the batch: its tokens are laid end to end
             means, alive = self._start(both.transpose(0, 1).flatten(1, 2).unsqueeze(0), valid.reshape(1, 1, -1), n, call)
             means, alive = means.expand(b, -1, -1, -1), alive.expand(b, -1, -1)
@@ -85,13 +85,14 @@ class Routing(Method):
     def _start(self, tokens: Tensor, valid: Tensor, n: int, call: Call) -> tuple[Tensor, Tensor]:
         """Centroids (b h c d) of the tokens themselves. With padding fewer are alive: as many as without it."""
         most = self.clusters or -(-n // self.window)
-        lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(most, tokens.shape[2]))  # (b 1 c)
-        alive = lots >= 0
+        wanted = None
         if self.clusters is None and not call.keep_state:
-            real = call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1)
-            alive = alive & (torch.arange(lots.shape[-1], device=tokens.device) < -(-real // self.window))
+            wanted = -(-call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1) // self.window)
+        lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(most, tokens.shape[2]), wanted)  # (b 1 c)
+        alive = lots >= 0
         at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
-        return call.ops.lloyd(tokens, valid, tokens.gather(2, at), alive, updates=FIRST_STEPS), alive
+        starts = tokens.gather(2, at) * alive.unsqueeze(-1)  # a centroid that never was is 0
+        return call.ops.lloyd(tokens, valid, starts, alive, updates=FIRST_STEPS), alive
 
     def _nearest(self, near: Tensor, valid: Tensor, alive: Tensor) -> Tensor:
         """The ``window`` valid tokens nearest to each living centroid: (b h c w)."""

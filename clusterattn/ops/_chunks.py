@@ -18,6 +18,11 @@ def spans(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + max(size, 1), total))
 
 
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Backward runs wherever the user calls it, also inside autocast: the ops' own products stay as they are."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def wide(x: Tensor) -> Tensor:
     """fp32 or better: the precision in which every sum, softmax and mass is taken."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

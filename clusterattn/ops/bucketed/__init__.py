@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..._types import Attended, Buckets, Mask
 from .. import tables
+from .._chunks import no_autocast
 from .._jit import serve
 from . import kernels, reference
 
@@ -40,10 +41,11 @@ def _bucketed_backward(
     scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    if triton:
-        dq, dk, dv, d_bias = kernels.backward(d_out, d_lse, q, k, v, out, lse, how, rounds, families)
-    else:
-        dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, how)
+    with no_autocast(q):
+        if triton:
+            dq, dk, dv, d_bias = kernels.backward(d_out, d_lse, q, k, v, out, lse, how, rounds, families)
+        else:
+            dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, how)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
 
 

@@ -113,12 +113,13 @@ def gather_sum_kernel(ORDER, START, PART, OUT, rows, total, d, BR: tl.constexpr,
     """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order."""
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
     dims, here = tl.arange(0, BD), at < rows
-    first = tl.load(START + lead * (rows + 1) + at, mask=here, other=0)
-    last = tl.load(START + lead * (rows + 1) + at + 1, mask=here, other=0)
+    first = tl.load(START + lead * (rows + 1) + at, mask=here, other=0).to(tl.int32)
+    last = tl.load(START + lead * (rows + 1) + at + 1, mask=here, other=0).to(tl.int32)
     out = tl.zeros((BR, BD), tl.float32)
-    for step in range(tl.max(last - first)):
-        more = first + step < last
-        seat = tl.load(ORDER + lead * total + first + step, mask=more, other=0)
+    for step in range(tl.max(last - first, axis=0)):
+        turn = first + step
+        more = turn < last
+        seat = tl.load(ORDER + (lead * total + tl.minimum(turn, total - 1)))  # in bounds; a masked load trips Triton 3.6
         part = tl.load(PART + (lead * total + seat)[:, None] * d + dims[None, :], mask=more[:, None] & (dims < d)[None, :], other=0.0)
         out += part.to(tl.float32)
     tl.store(OUT + (lead * rows + at)[:, None] * d + dims[None, :], out.to(OUT.dtype.element_ty), mask=here[:, None] & (dims < d)[None, :])

@@ -85,7 +85,7 @@ def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -
             if how.others:
                 unseen = unseen | (ahead == 0)
         if how.rank is not None and how.low is not None and how.high is not None:
-            logits -= _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).log_()
+            logits -= _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).to(logits.dtype).log_()
         logits.masked_fill_(unseen, NEVER)
         logits.masked_fill_((mine < 0).unsqueeze(2), NEVER)
         yield Piece(index, flat_queries[index], flat_keys[index], flat_bias[index], x, y, logits)
@@ -94,7 +94,7 @@ def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -
 def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """In how many rounds each pair of the piece meets; at least 1, as it met here: (g s z)."""
     b, h, r, n = low.shape
-    met = torch.zeros(*queries.shape, keys.shape[-1], device=low.device)
+    met = torch.zeros(*queries.shape, keys.shape[-1], dtype=torch.int64, device=low.device)
     for one in range(r):
         lows, highs, ranks = (x[:, :, one].reshape(-1) for x in (low, high, rank))
         theirs = ranks[keys].unsqueeze(1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..._types import Attended, Mask
+from .._chunks import no_autocast
 from .._jit import serve
 from . import kernels, reference
 from .reference import Reach
@@ -61,9 +62,10 @@ def _coarse_backward(
     scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     how, gradients = Reach(scale, top, tangent, per, first, step), (d_out, d_mean, d_lse, d_near)
-    if triton:
-        return kernels.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, how)
-    return reference.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how)
+    with no_autocast(c):
+        if triton:
+            return kernels.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, how)
+        return reference.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how)
 
 
 @_coarse_backward.register_fake

@@ -20,9 +20,8 @@ SEGMENT = 8192  # scores of one row that one program searches
 @jit
 def _limit(row, m, per, first, step):
     """How many keys a row may see."""
-    if per == 0:
-        return tl.zeros_like(row) + m
-    return tl.minimum(tl.maximum(first + (row // per) * step, 0), m)
+    prefix = tl.minimum(tl.maximum(first + (row // tl.maximum(per, 1)) * step, 0), m)
+    return tl.where(per == 0, m, prefix)
 
 
 @jit
@@ -309,9 +308,11 @@ def why_not(c: Tensor, k: Tensor, v: Tensor) -> str | None:
     return why_no_kernels(k)
 
 
-def _tiles(d: int, e: int, clusters: int) -> dict[str, int]:
-    wide = power(d) + power(e)
-    return {"BC": min(128, power(clusters)) if wide <= 128 else min(64, power(clusters)), "BM": 64, "BD": power(d), "BE": power(e)}
+def _tiles(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
+    """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
+    d, e = power(k.shape[-1]), power(v.shape[-1])
+    room = (d + e) * k.element_size()
+    return {"BC": min(128 if room <= 256 else 64 if room <= 512 else 32, power(clusters)), "BM": 64, "BD": d, "BE": e}
 
 
 def _splits(m: int, programs: int, tile: int) -> tuple[int, int]:
@@ -354,7 +355,7 @@ def forward(c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, how: Reach) ->
     bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
     if top:
         near_at, bits = _select(c, k, keep, how, top)
-    tile = _tiles(d, e, clusters)
+    tile = _tiles(k, v, clusters)
     row_tiles = _triton.cdiv(clusters, tile["BC"])
     splits, stretch = _splits(m, lead * row_tiles, tile["BM"])
     new = {"dtype": torch.float32, "device": c.device}
@@ -387,7 +388,7 @@ def backward(
     lse, near_lse = (torch.where(x == float("-inf"), 0.0, x * LOG2E) for x in (lse, near_lse))
     dy, dm, d_near = d_out.contiguous(), d_mean.contiguous(), d_near.contiguous()
     lead, words = b * h, _triton.cdiv(m, 32)
-    tile = _tiles(d, e, clusters)
+    tile = _tiles(k, v, clusters)
     tile["BC"] = min(64, tile["BC"])
     shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, lse, near_lse, d_near)
     sizes = (clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.scale, how.per, how.first, how.step, words)

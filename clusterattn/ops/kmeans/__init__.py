@@ -43,12 +43,12 @@ def _(points: Tensor, origin: Optional[Tensor], centroids: Tensor, *_: object) -
 
 
 @torch.library.custom_op("clusterattn::farthest", mutates_args=())
-def _farthest(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor]) -> Tensor:
-    return reference.farthest(points, valid, clusters, form)
+def _farthest(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], signs: bool) -> Tensor:
+    return reference.farthest(points, valid, clusters, form, signs)
 
 
 @_farthest.register_fake
-def _(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor]) -> Tensor:
+def _(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], signs: bool) -> Tensor:
     return points.new_empty((points.shape[0], clusters), dtype=torch.int64)
 
 
@@ -128,10 +128,11 @@ def assign(
     return flat.view(*lead, points.shape[-2])
 
 
-def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None) -> Tensor:
-    """Positions (... c) of points far apart in the metric of ``form``, -1 once the valid ones are used up."""
+def farthest(points: Tensor, valid: Tensor, clusters: int, *, signs: bool = False, form: Tensor | None = None) -> Tensor:
+    """Positions (... c) of points far apart in the metric, -1 once the valid ones are used up."""
     lead = points.shape[:-2]
-    return _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2)).view(*lead, clusters)
+    flat = _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2), signs)
+    return flat.view(*lead, clusters)
 
 
 def means(x: Tensor, members: Tensor, counts: Tensor, *, backend: str = "reference") -> Tensor:

@@ -79,15 +79,18 @@ def lloyd(
     return centroids
 
 
-def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None) -> Tensor:
+def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
     """Positions (lead c) of points that lie far apart: first the farthest from the mean, then always the point
     farthest from all chosen ones. -1 once the valid points are used up."""
     lead, n, w = points.shape
     held = wide(points).masked_fill(~valid.unsqueeze(-1), 0.0)
-    held = held - (held.sum(1, keepdim=True) / valid.sum(1).clamp(min=1).view(-1, 1, 1))
+    total = held.sum(1, keepdim=True)
+    if not signs:  # codes are all of one length, and in whole numbers ties stay ties
+        held = held - total / valid.sum(1).clamp(min=1).view(-1, 1, 1)
     gram = torch.bmm(held if form is None else torch.bmm(held, form), held.mT)
     norms = gram.diagonal(dim1=1, dim2=2)
-    gap = norms.masked_fill(~valid, NEVER).clone()  # to the mean at first
+    to_mean = -(held * total).sum(-1) if signs else norms
+    gap = to_mean.masked_fill(~valid, NEVER)
     chosen = torch.full((lead, clusters), -1, dtype=torch.int64, device=points.device)
     heads = torch.arange(lead, device=points.device)
     for j in range(min(clusters, n)):

@@ -1,0 +1,45 @@
+# From a clean clone: `make demo` shows the library at work, `make test` proves it. Both set up .venv by themselves.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= auto
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Some hypervisors announce AMX and AVX-512-BF16 without passing them on: bf16 matrix products then die with SIGILL
+# inside oneDNN. This ceiling keeps oneDNN to instructions that exist; CPUs with less are not affected by it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+setup: $(READY)  ## create .venv with the library (editable) and all tools
+
+# torch first and by itself, so that the pin decides which build comes; the rest is small
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## compare every method on the embedded sample, write report.html and pictures
+	$(BIN)/clusterattn compare
+
+test: $(READY)  ## run every test on the CPU
+	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS)
+
+lint: $(READY)  ## ruff
+	$(BIN)/ruff check .
+
+types: $(READY)  ## mypy, strict on the package
+	$(BIN)/mypy
+
+bench: $(READY)  ## the ratios to exact attention that the README quotes
+	$(BIN)/python benchmarks/cpu.py
+
+clean:  ## remove .venv and everything generated
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,253 @@
+"""Write the tables of README.md and docs/ from the rows in results/, between their markers.
+
+    python benchmarks/readme_tables.py           tables, and the picture docs/img/pareto.png
+    python benchmarks/readme_tables.py --check   change nothing; exit code 1 where a table is out of date
+
+A marker is an HTML comment, `table:NAME`, and ends at the next `/table`. The newest row of its kind wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from clusterattn.measure import read
+from clusterattn.measure.report import human_bytes, human_error, human_ratio
+from clusterattn.measure.rows import Row, write_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "img" / "pareto.png"
+MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+NOT_YET = "*Not measured yet.*\n"
+PICTURE_COLOURS = 96  # few colours: the file shrinks to a third
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rows(*themes: str) -> list[Row]:
+    """All rows of these themes, oldest first."""
+    found = [row for path in sorted(RESULTS.glob("*.jsonl")) for row in read(path) if row.get("theme") in themes]
+    return sorted(found, key=lambda row: str(row["environment"]["date"]))
+
+
+def newest_run(theme: str) -> list[Row]:
+    """The rows that share the environment of the last one."""
+    found = rows(theme)
+    return [row for row in found if row["environment"] == found[-1]["environment"]]
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def origin(found: Sequence[Row], *more: str) -> str:
+    """Where the numbers come from, in one line."""
+    around = [row["environment"] for row in found]
+
+    def all_of(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(each.get(key)) for each in around))
+
+    machine = all_of("hardware")
+    if found[0].get("device", "cpu") == "cpu":
+        machine += f" with {all_of('threads')} threads"
+    dates = ", ".join(dict.fromkeys(str(each["date"])[:10] for each in around))
+    words = [machine, f"torch {all_of('torch')}", *more, f"commit {all_of('commit')}", dates]
+    return f"\n<sub>{'; '.join(words)}.</sub>\n"
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.0%}"
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def compare_table() -> str:
+    found = [row for row in newest_run("compare") if row["budget"] == 1] if rows("compare") else []
+    if not found:
+        return NOT_YET
+    head = ("method", "output error", "row L1", "multiply-adds, of exact's", "time, exact = 1", "memory, exact = 1")
+    body = [
+        (
+            f"`{row['method']}`",
+            human_error(row["error"]),
+            human_error(row["row_l1"]),
+            percent(row["cost_share"]),
+            f"{1 / row['speedup']:.2f}",
+            f"{row['memory_share']:.1f}",
+        )
+        for row in sorted(found, key=lambda row: float(row["error"]))
+    ]
+    milliseconds = found[0]["seconds"] * 1e3
+    return table(head, body) + origin(found, f"exact takes {milliseconds:.1f} ms")
+
+
+def speed_tables(found: Sequence[Row], peer: str) -> str:
+    """One table for each machine and shape: times as fast as exact attention, by length and pass."""
+    kinds: dict[tuple[object, ...], list[Row]] = {}
+    for row in found:
+        around = row["environment"]
+        key = (around["hardware"], around["threads"], row["dtype"], row["h"], row["d"], row["causal"])
+        kinds.setdefault(key, []).append(row)
+    parts = []
+    for same in kinds.values():
+        latest = {(row["pass"], row["method"], row["n"]): row for row in same}  # later rows replace earlier ones
+        shown = [row for row in latest.values() if row["method"] != "sdpa"]
+        lengths = sorted({row["n"] for row in shown})
+        body = [
+            (f"`{method}`", which, *(speed(latest.get((which, method, n))) for n in lengths))
+            for which in dict.fromkeys(row["pass"] for row in shown)
+            for method in dict.fromkeys(row["method"] for row in shown)
+        ]
+        shape = f"{same[0]['h']} heads × {same[0]['d']}, {same[0]['dtype']}{', causal' if same[0]['causal'] else ''}"
+        parts.append(
+            table(("method", "pass", *(f"N = {spaced(n)}" for n in lengths)), body)
+            + origin([*latest.values()], shape, str(same[0]["data"]), f"exact is {peer}")
+        )
+    return "\n".join(parts) or NOT_YET
+
+
+def speed(row: Row | None) -> str:
+    """Bold where the method is faster; a dagger where a bar of the benchmark is missed."""
+    if row is None:
+        return "–"
+    if row.get("failed"):
+        return "wrong"
+    ratio = human_ratio(row["speedup"])
+    return (f"**{ratio}**" if row["speedup"] > 1 else ratio) + ("†" if row.get("met") is False else "")
+
+
+def cpu_table() -> str:
+    found = rows("cpu-bars", "bench")
+    return speed_tables([row for row in found if _is_speed(row) and row["device"] == "cpu"], "torch's SDPA")
+
+
+def gpu_table() -> str:
+    themes = {row["theme"] for path in RESULTS.glob("*.jsonl") for row in read(path)}
+    found = rows("bench", *(theme for theme in themes if str(theme).startswith("gpu")))
+    return speed_tables(
+        [row for row in found if _is_speed(row) and row["device"] == "cuda"], "the fastest SDPA backend"
+    )
+
+
+def _is_speed(row: Row) -> bool:
+    known = ("method", "pass", "n", "h", "d", "dtype", "causal", "device")
+    return ("speedup" in row or "failed" in row) and all(key in row for key in known)
+
+
+def memory_table() -> str:
+    """Peak memory at 65 536 tokens and the error on the data of the speed table."""
+    found = [row for row in rows("cpu-bars") if row["what"] in ("memory", "error")]
+    if not found:
+        return NOT_YET
+    latest = {(row["method"], row["what"], row.get("pass")): row for row in found}
+    memory = [row for row in latest.values() if row["what"] == "memory"]
+    error = [row for row in latest.values() if row["what"] == "error"]
+
+    def cell(method: str, what: str, which: str | None) -> str:
+        row = latest.get((method, what, which))
+        if row is None:
+            return "–"
+        if what == "error":
+            return human_error(row["error"])
+        return f"{human_bytes(row['memory_bytes'])} ({human_ratio(row['memory_share'])})"
+
+    passes = list(dict.fromkeys(row["pass"] for row in memory))
+    lengths = [f"N = {spaced(each[0]['n'])}" if each else "" for each in (memory, error)]
+    head = ("method", *(f"peak memory, {which}, {lengths[0]}" for which in passes), f"output error, {lengths[1]}")
+    methods = dict.fromkeys(row["method"] for row in latest.values())
+    body = [
+        (f"`{method}`", *(cell(method, "memory", which) for which in passes), cell(method, "error", None))
+        for method in methods
+    ]
+    return table(head, body) + origin(found, "memory in sizes of q, k, v and out together")
+
+
+def settings_table(*questions: str) -> Callable[[], str]:
+    def write() -> str:
+        found = [row for row in (newest_run("settings") if rows("settings") else []) if row["question"] in questions]
+        if not found:
+            return NOT_YET
+        body = [
+            (
+                f"`{row['method']}`",
+                f"{row['error']:.4f}",
+                f"{row['lowest']:.4f} – {row['highest']:.4f}",
+                percent(row["cost_share"]),
+            )
+            for row in found
+        ]
+        head = ("method", "output error, mean", f"range over {found[0]['seeds']} seeds", "multiply-adds, of exact's")
+        return table(head, body) + origin(found, "the embedded sample")
+
+    return write
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "compare": compare_table,
+    "cpu": cpu_table,
+    "cpu-memory": memory_table,
+    "gpu": gpu_table,
+    "settings-refined": settings_table("from Improved to Refined"),
+    "settings-steps": settings_table("steps of k-means"),
+    "settings-far": settings_table("starting far apart"),
+    "settings-bias": settings_table("random thresholds in the hash"),
+    "settings-transform": settings_table("transform of SMYRF"),
+    "settings-once": settings_table("pairs counted once"),
+    "settings-causal": settings_table("causal centroids"),
+}
+
+
+def filled(page: str) -> str:
+    """The page with every marked table written anew."""
+    return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def draw() -> None:
+    """The Pareto picture of the newest comparison, in few colours."""
+    from PIL import Image
+
+    from clusterattn.measure.plots import pareto
+
+    found = newest_run("compare") if rows("compare") else []
+    if not found:
+        return
+    png = pareto([row for row in found if row["budget"] == 1], [row for row in found if row["budget"] != 1])
+    small = io.BytesIO()
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    image.quantize(PICTURE_COLOURS, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    write_whole(PICTURE, small.getvalue())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    args = parser.parse_args()
+    stale = [path for path in pages() if filled(path.read_text()) != path.read_text()]
+    for path in stale:
+        if not args.check:
+            write_whole(path, filled(path.read_text()))
+        print(f"{path.relative_to(ROOT)} {'is out of date' if args.check else 'written'}")
+    if not args.check:
+        draw()
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Rows on the embedded sample: every method at one budget, and one setting at a time.
+
+    python benchmarks/sample.py              both parts, some seconds
+    python benchmarks/sample.py --only compare
+
+The rows go to results/; `python benchmarks/readme_tables.py` then brings tables and picture up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import clusterattn as ca
+from clusterattn.measure import append, embedded, environment, exact_answer, relative_error
+from clusterattn.measure.compare import compare, methods_for
+from clusterattn.measure.rows import Row, rows_path
+from clusterattn.measure.sample import Sample
+
+SEEDS = 5
+_PAPER, _OURS = ca.Improved(clusters=25), ca.Refined(clusters=25)
+_SMYRF = ca.Smyrf(q_seats=32, k_seats=32)
+_BLOCKS = ca.Refined(clusters=8, top=16, block=64)
+QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side by side
+    "from Improved to Refined": [
+        _PAPER,
+        dataclasses.replace(_PAPER, metric="euclid"),
+        dataclasses.replace(_PAPER, metric="keys"),
+        dataclasses.replace(_PAPER, metric="keys", steps=5),
+        dataclasses.replace(_PAPER, metric="keys", steps=5, mass="softmax"),
+        dataclasses.replace(_PAPER, metric="keys", steps=5, mass="tangent"),
+        _OURS,
+    ],
+    "steps of k-means": [dataclasses.replace(_OURS, steps=steps) for steps in (1, 2, 5, 10)],
+    "random thresholds in the hash": [_PAPER, dataclasses.replace(_PAPER, bias=True)],
+    "starting far apart": [
+        dataclasses.replace(method, start=start)
+        for method in (ca.Clustered(clusters=25), _PAPER, _OURS)
+        for start in ("random", "far")
+    ],
+    "transform of SMYRF": [
+        dataclasses.replace(_SMYRF, transform=transform)
+        for transform in ("asymmetric", "e2lsh", "crosspolytope")
+    ],
+    "pairs counted once": [
+        dataclasses.replace(_SMYRF, rounds=rounds, dedup=dedup) for rounds in (4, 8) for dedup in (False, True)
+    ],
+    "causal centroids": [dataclasses.replace(_BLOCKS, centroids_from=source) for source in ("past", "block")],
+}
+
+
+def settings(sample: Sample) -> Iterator[Row]:
+    """The output error of each setting, mean and range over seeds. No times: error is what is asked."""
+    around, exact = environment(), ca.Exact()
+    (b, h, n, m, d, e), answers = sample.shape, {}
+    for question, methods in QUESTIONS.items():
+        causal = question.startswith("causal")
+        truth = answers.setdefault(causal, exact_answer(sample.q, sample.k, sample.v, causal=causal))
+        for method in methods:
+            errors = [
+                relative_error(
+                    ca.attention(sample.q, sample.k, sample.v, method=method, causal=causal, seed=seed), truth
+                )
+                for seed in range(SEEDS)
+            ]
+            yield {
+                "theme": "settings",
+                "question": question,
+                "method": str(method),
+                "settings": method.to_dict(),
+                "error": sum(errors) / SEEDS,
+                "lowest": min(errors),
+                "highest": max(errors),
+                "seeds": SEEDS,
+                # cost() counts attention to all keys; causal blocks have no figure of their own
+                "cost_share": None if causal else method.cost(n, m, d, e) / exact.cost(n, m, d, e),
+                "causal": causal,
+                **dict(zip("bhnmde", (b, h, n, m, d, e), strict=True)),
+                "source": sample.source,
+                "environment": around,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("compare", "settings"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
+    args = parser.parse_args()
+    sample = embedded()
+    if args.only in (None, "compare"):
+        found = compare(sample, methods_for(*sample.shape[2:4]))
+        append(rows_path(args.out, "compare"), *found.rows, *found.swept)
+        print(f"{len(found.rows) + len(found.swept)} rows in {rows_path(args.out, 'compare')}")
+    if args.only in (None, "settings"):
+        for row in settings(sample):
+            append(rows_path(args.out, "settings"), row)
+            print(f"{row['question']:<30} {row['method']:<70} {row['error']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The wheel: it builds, carries what it needs, and asks for torch alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("typer", "rich", "matplotlib", "jinja2", "safetensors", "transformers")
+
+
+def run(*words: str, cwd: Path = ROOT, **env: str) -> str:
+    done = subprocess.run(
+        words, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_the_wheel_carries_types_data_and_templates_but_no_tests(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    here = [
+        path
+        for path in (ROOT / "clusterattn").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert {str(path.relative_to(ROOT)) for path in here} <= names
+    assert "clusterattn/py.typed" in names
+    assert any(name.startswith("clusterattn/data/") and name.endswith(".safetensors") for name in names)
+    assert not any(name.startswith(("tests/", "benchmarks/", "results/")) for name in names)
+
+
+def test_the_sample_is_small(wheel: Path) -> None:
+    sample = [info for info in zipfile.ZipFile(wheel).infolist() if info.filename.endswith(".safetensors")]
+    assert sum(info.file_size for info in sample) <= 2 * 2**20
+
+
+def test_torch_is_the_only_hard_dependency(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(archive.read(name).decode())
+    hard = [need for need in metadata.get_all("Requires-Dist") or [] if "extra ==" not in need]
+    assert len(hard) == 1
+    assert hard[0].startswith("torch>=")
+    assert {"cli", "hf", "dev"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert archive.read(name.replace("METADATA", "entry_points.txt")).decode().split() == [
+        "[console_scripts]", "clusterattn", "=", "clusterattn.cli:main",
+    ]  # fmt: skip
+
+
+def test_the_wheel_installs_and_answers_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    place = tmp_path / "site"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(place),
+        str(wheel),
+    )
+    says = run(
+        sys.executable,
+        "-c",
+        "import clusterattn as ca, torch; x = torch.randn(1, 2, 40, 8);"
+        "print(ca.__file__); print(tuple(ca.attention(x, x, x).shape))",
+        cwd=tmp_path,
+        PYTHONPATH=str(place),
+    ).splitlines()
+    assert says[0].startswith(str(place))
+    assert says[1] == "(1, 2, 40, 8)"
+
+
+def test_importing_the_core_imports_no_extra() -> None:
+    code = f"import clusterattn, sys; print([name for name in {EXTRAS} if name in sys.modules])"
+    assert run(sys.executable, "-c", code).strip() == "[]"
