@@ -120,7 +120,11 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             raise bad_type(f"{name} a torch.Tensor", type(x).__name__, f"torch.as_tensor({name})")
         if x.dim() != 4:
             shape = "(b h n d)" if name == "q" else f"(b hk m {'d' if name == 'k' else 'e'})"
-            raise bad_value(f"{name} of shape {shape}", tuple(x.shape), f"{name}.unsqueeze(0) for one sequence, or splitting its heads")
+            raise bad_value(
+                f"{name} of shape {shape}",
+                tuple(x.shape),
+                f"{name}.unsqueeze(0) for one sequence, or splitting its heads",
+            )
         if x.dtype not in FLOATS:
             raise bad_type(f"{name} in fp32, fp64, bf16 or fp16", x.dtype, f"{name}.float()")
     kind = q.device.type
@@ -143,7 +147,11 @@ def _call(
         raise bad_value("q (b h n d), k (b hk m d), v (b hk m e) that agree in b, hk, m and d",
                         f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}", "checking the order of dimensions")  # fmt: skip
     if hk == 0 or h % hk:
-        raise bad_value("a number of key heads that divides the query heads", f"{h} query heads over {hk} key heads", "repeating k and v")
+        raise bad_value(
+            "a number of key heads that divides the query heads",
+            f"{h} query heads over {hk} key heads",
+            "repeating k and v",
+        )
     if d == 0:
         raise bad_value("a head dimension d of at least 1", tuple(q.shape), "checking the order of dimensions")
     if room.self_only and n != m:
@@ -183,13 +191,25 @@ def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.dev
         if row.is_floating_point() or row.dtype == torch.bool:
             raise bad_type(f"{name} of whole numbers", row.dtype, f"{name}.long()")
     elif row.dtype != torch.bool:
-        raise bad_type(f"{name} bool, True = kept (additive biases need method=ca.Exact() and attn_mask=)", row.dtype, f"{name}.bool()")
+        raise bad_type(
+            f"{name} bool, True = kept (additive biases need method=ca.Exact() and attn_mask=)",
+            row.dtype,
+            f"{name}.bool()",
+        )
     if row.device != device:
         raise bad_value(f"{name} on {device}", row.device, f"{name}.to(q.device)")
 
 
 def _with_extras(
-    call: Call, room: Method, q: Tensor, k: Tensor, attn_mask: Tensor | None, dropout_p: float, state: Any, lse: bool, keep_state: bool
+    call: Call,
+    room: Method,
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    state: Any,
+    lse: bool,
+    keep_state: bool,
 ) -> Call:
     exact = room.name == "exact"
     if attn_mask is not None and not exact:
@@ -201,7 +221,9 @@ def _with_extras(
         raise bad_value(f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out", dropout_p,
                         "dropout on the output, or method=ca.Exact()")  # fmt: skip
     if (state is not None or keep_state) and not room.stateful:
-        raise bad_value("a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state")
+        raise bad_value(
+            "a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state"
+        )
     if call.points is not None and room.name != "clusterformer":
         raise bad_value("points only with method=ClusterFormer", type(room).__name__, "leaving out points")
     if attn_mask is not None:
@@ -218,7 +240,11 @@ def _known(room: Method, groups: Any, q: Tensor, k: Tensor) -> Groups:
     wanted = room.groups_type
     if wanted is None or not isinstance(groups, wanted):
         name = "no groups" if wanted is None else wanted.__name__
-        raise bad_type(f"{name} for {type(room).__name__}", type(groups).__name__, "ca.groups(q, k, method=...) with the same method")
+        raise bad_type(
+            f"{name} for {type(room).__name__}",
+            type(groups).__name__,
+            "ca.groups(q, k, method=...) with the same method",
+        )
     shape = groups.labels.shape if isinstance(groups, Clusters) else (*groups.queries.shape[:2], q.shape[2])
     if tuple(shape) != tuple(q.shape[:3]):
         raise bad_value(f"groups made for queries {tuple(q.shape[:3])}", tuple(shape), "ca.groups on these q and k")
@@ -236,8 +262,13 @@ def _wipe(x: Tensor, rows: Tensor | None) -> Tensor:
 def _nothing(q: Tensor, v: Tensor) -> Attended:
     """No queries or no keys: the answer is 0, still part of the graph."""
     silent = torch.where(torch.zeros_like(q[..., :1], dtype=torch.bool), q[..., :1], 0.0)
-    out = silent.expand(*q.shape[:3], v.shape[3]) + v.sum((-1, -2), keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1) * 0
-    return Attended(out, torch.full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device))
+    out = (
+        silent.expand(*q.shape[:3], v.shape[3])
+        + v.sum((-1, -2), keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1) * 0
+    )
+    return Attended(
+        out, torch.full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    )
 
 
 def _finish(answer: Attended, dtype: torch.dtype, queries: Tensor | None) -> Attended:

@@ -144,10 +144,16 @@ class Method:
         given = {name: value for name, value in settings.items() if name != "method"}
         strange = [name for name in given if name not in fields]
         if strange:
-            raise bad_value(f"settings of {cls.__name__}: {', '.join(sorted(fields)) or 'none'}", ", ".join(strange), "removing them")
+            raise bad_value(
+                f"settings of {cls.__name__}: {', '.join(sorted(fields)) or 'none'}",
+                ", ".join(strange),
+                "removing them",
+            )
         return cls(**given)
 
     def __str__(self) -> str:
         """The method as one word for tables and the command line: only what differs from the defaults."""
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        changed = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
         return self.name + (":" + ",".join(changed) if changed else "")

@@ -51,7 +51,9 @@ class Centres:
 
     def assign(self, points: Tensor, call: Call) -> Tensor:
         where = self.space
-        return call.ops.assign(points, self.centroids, self.alive, signs=where.signs, origin=self.origin, form=where.form)
+        return call.ops.assign(
+            points, self.centroids, self.alive, signs=where.signs, origin=self.origin, form=where.form
+        )
 
 
 def centres(
@@ -108,7 +110,9 @@ def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: i
     second = running(head.mT @ head, tail.mT @ tail)
     mean = running(head.sum(2), tail.sum(3))
     real = valid[:, None].to(keys.dtype)
-    total = running(real[:, :, :first].sum(2), real[:, :, first:padded].reshape(b, 1, blocks - 1, step).sum(3)).clamp(min=1)
+    total = running(real[:, :, :first].sum(2), real[:, :, first:padded].reshape(b, 1, blocks - 1, step).sum(3)).clamp(
+        min=1
+    )
     mean = mean / total.unsqueeze(-1)
     cov = second / total[..., None, None] - mean.unsqueeze(-1) * mean.unsqueeze(-2)
     return cov.repeat_interleave(heads // hk, 1)

@@ -136,7 +136,9 @@ class Clustered(Method):
         before = self._answer(q, k, v, means, groups.labels, replace(call, lse=True), reach)
         return merge(own_block(q, k, v, self.block, call), before)
 
-    def _answer(self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any) -> Attended:
+    def _answer(
+        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any
+    ) -> Attended:
         """Everybody hears the centroid; the log-weight, when wanted, is the tangent at the centroid (see Refined)."""
         said: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
         lse, hand = said.far.lse, call.ops.broadcast

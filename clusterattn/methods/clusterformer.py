@@ -86,7 +86,9 @@ class ClusterFormer(Method):
     def _log_share(self, points: Tensor, centroids: Tensor, valid: Tensor) -> Tensor:
         """log U (eq. 2): the similarity of each centroid with each token, normalised over the tokens. (b c n)"""
         alike = centroids @ points.mT
-        alike = alike.masked_fill(~valid.unsqueeze(1), torch.finfo(alike.dtype).min / 4)  # finite: an empty row keeps its gradient
+        alike = alike.masked_fill(
+            ~valid.unsqueeze(1), torch.finfo(alike.dtype).min / 4
+        )  # finite: an empty row keeps its gradient
         return alike - alike.logsumexp(-1, keepdim=True)
 
     def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -100,7 +102,9 @@ class ClusterFormer(Method):
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != points.shape[-1]:
             got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise bad_value(f"centroids (c {points.shape[-1]}) or (b c {points.shape[-1]})", got, "the state of the layer before")
+            raise bad_value(
+                f"centroids (c {points.shape[-1]}) or (b c {points.shape[-1]})", got, "the state of the layer before"
+            )
         given = given.to(points.dtype).expand(points.shape[0], -1, -1)
         given = F.normalize(given, dim=-1) if self.similarity == "cosine" else given
         return given, torch.ones(given.shape[:2], dtype=torch.bool, device=points.device)

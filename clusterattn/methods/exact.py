@@ -22,7 +22,9 @@ class Exact(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         if call.lse and call.attn_mask is None and call.dropout_p == 0.0:
-            return call.ops.bucketed(q, k, v, tables.everyone(*q.shape[:3], k.shape[2], q.device), call.mask, call.scale)
+            return call.ops.bucketed(
+                q, k, v, tables.everyone(*q.shape[:3], k.shape[2], q.device), call.mask, call.scale
+            )
         if call.attn_mask is None and call.mask.keys is None and not (call.mask.causal and call.mask.offset):
             mask, blind = None, None
         else:

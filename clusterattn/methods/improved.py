@@ -42,7 +42,9 @@ class Improved(Clustered):
         if self.detach_mass and self.mass != "cluster":
             raise bad_value('detach_mass with mass="cluster"', f"mass={self.mass!r}", "detach_mass=False")
 
-    def _answer(self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any) -> Attended:
+    def _answer(
+        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any
+    ) -> Attended:
         said: Coarse = call.ops.coarse(
             means, k, v, call.mask, call.scale, top=self.top, tangent=self.mass == "tangent", blocks=reach
         )

@@ -50,7 +50,9 @@ class Reformer(Method):
         order = tables.valid_first(hashes, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
         table = tables.cut(order, start, stop, self.chunk)  # (b h*r chunks seats)
         keys = tables.look_back(table, used, 2)
-        return Buckets(*(x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys)), self.rounds), None
+        return Buckets(
+            *(x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys)), self.rounds
+        ), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

@@ -64,7 +64,9 @@ class Routing(Method):
             means = self._known(call.state, q).expand(b, -1, -1, -1)
             alive = means.abs().sum(-1) > 0
         elif call.keep_state:  # one set of centroids for the batch: its tokens are laid end to end
-            means, alive = self._start(both.transpose(0, 1).flatten(1, 2).unsqueeze(0), valid.reshape(1, 1, -1), n, call)
+            means, alive = self._start(
+                both.transpose(0, 1).flatten(1, 2).unsqueeze(0), valid.reshape(1, 1, -1), n, call
+            )
             means, alive = means.expand(b, -1, -1, -1), alive.expand(b, -1, -1)
         else:
             means, alive = self._start(both, valid, n, call)
@@ -79,7 +81,9 @@ class Routing(Method):
     def _known(self, state: object, q: Tensor) -> Tensor:
         if not isinstance(state, RoutingState) or state.means.shape[0::2] != (q.shape[1], q.shape[3]):
             got = tuple(state.means.shape) if isinstance(state, RoutingState) else type(state).__name__
-            raise bad_value(f"a RoutingState with means ({q.shape[1]} c {q.shape[3]})", got, "state=None to start from the data")
+            raise bad_value(
+                f"a RoutingState with means ({q.shape[1]} c {q.shape[3]})", got, "state=None to start from the data"
+            )
         return state.means.to(wide(q).dtype).unsqueeze(0)
 
     def _start(self, tokens: Tensor, valid: Tensor, n: int, call: Call) -> tuple[Tensor, Tensor]:
@@ -113,7 +117,9 @@ class Routing(Method):
         # both kinds of bucket in one table: taken queries are cut into tiles of the same height
         rows = -(-seats_q.shape[-1] // TILE)
         seats_q = F.pad(seats_q, (0, rows * TILE - seats_q.shape[-1]), value=-1).view(b, h, c * rows, TILE)
-        return Buckets(torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2), rounds=0)
+        return Buckets(
+            torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2), rounds=0
+        )
 
     def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""

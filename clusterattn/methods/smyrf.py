@@ -72,7 +72,9 @@ class Smyrf(Method):
         d = q.shape[-1]
         if self.transform == "crosspolytope":
             drawn = _draw.directions(self.rounds, (most + 1) // 2, d, call.seed, q)
-            return polytope(F.normalize(q, dim=-1), drawn, needed[:, 0], call), polytope(F.normalize(k, dim=-1), drawn, needed[:, 0], call)
+            return polytope(F.normalize(q, dim=-1), drawn, needed[:, 0], call), polytope(
+                F.normalize(k, dim=-1), drawn, needed[:, 0], call
+            )
         drawn = _draw.directions(self.rounds, 1, d + 2, call.seed, q).squeeze(1)
         score_q, score_k = (drawn[:, :d] @ x.mT for x in (q, k))
         if self.transform == "asymmetric":
@@ -118,6 +120,7 @@ def lifts(q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor) -> tuple[Tenso
     P(q) = [q; 0; lift_q], Q(k) = [k; lift_k; 0] have |P| = |Q| and P(q).Q(k) = q.k. Padding has no say in the norm."""
     norm_q, norm_k = q.square().sum(-1), k.square().sum(-1)
     most = sum(
-        x.masked_fill(~valid.unsqueeze(1), 0.0).amax(-1, keepdim=True) for x, valid in ((norm_q, valid_q), (norm_k, valid_k))
+        x.masked_fill(~valid.unsqueeze(1), 0.0).amax(-1, keepdim=True)
+        for x, valid in ((norm_q, valid_q), (norm_k, valid_k))
     )
     return (most - norm_q).clamp(min=0).sqrt(), (most - norm_k).clamp(min=0).sqrt()

@@ -19,7 +19,9 @@ try:
 except ImportError:  # CPU-only installations of torch come without it
     triton, tl, HAVE_TRITON = None, None, False
 
-INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run on a CPU, for tests
+INTERPRETING = HAVE_TRITON and bool(
+    triton.knobs.runtime.interpret
+)  # TRITON_INTERPRET=1: kernels run on a CPU, for tests
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 

@@ -106,7 +106,11 @@ def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
 def broadcast(per_cluster: Tensor, labels: Tensor, *, backend: str = "reference") -> Tensor:
     """Hand a cluster's row (b h c x) or number (b h c) to its members (b h n x) or (b h n); 0 for label -1."""
     number = per_cluster.dim() == 3
-    rows = F.pad(per_cluster.unsqueeze(-1) if number else per_cluster, (0, 0, 0, 1))  # the last row is for those without one
+    rows = F.pad(
+        per_cluster.unsqueeze(-1) if number else per_cluster, (0, 0, 0, 1)
+    )  # the last row is for those without one
     labels = torch.where(labels < 0, rows.shape[2] - 1, labels)
-    handed = _broadcast(rows, labels) if serve("broadcast", backend, why_no_kernels(rows)) else _plain_take(rows, labels)
+    handed = (
+        _broadcast(rows, labels) if serve("broadcast", backend, why_no_kernels(rows)) else _plain_take(rows, labels)
+    )
     return handed.squeeze(-1) if number else handed

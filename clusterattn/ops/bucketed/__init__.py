@@ -31,7 +31,9 @@ def _bucketed(
 @_bucketed.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     acc = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=v.dtype if rest[-1] else acc), q.new_empty(q.shape[:3], dtype=acc)
+    return q.new_empty((*q.shape[:3], v.shape[3]), dtype=v.dtype if rest[-1] else acc), q.new_empty(
+        q.shape[:3], dtype=acc
+    )
 
 
 @torch.library.custom_op("clusterattn::bucketed_backward", mutates_args=())
@@ -51,7 +53,15 @@ def _bucketed_backward(
 
 @_bucketed_backward.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor], *_: Any
+    d_out: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Optional[Tensor],
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_bias = q.new_empty((q.shape[0], q.shape[1], k.shape[2] if bias is not None else 0), dtype=lse.dtype)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_bias

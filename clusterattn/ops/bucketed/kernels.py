@@ -55,13 +55,23 @@ def bucketed_fwd_kernel(
     seat, dims, values = tl.program_id(0) * BS + tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
     row = (lead * g + bucket) * s + seat
     query = tl.load(QUERIES + row, mask=seat < s, other=-1)
-    q = tl.load(Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :], mask=(query >= 0)[:, None] & (dims < d)[None, :], other=0.0)
-    highest, total, out = tl.full((BS,), float("-inf"), tl.float32), tl.zeros((BS,), tl.float32), tl.zeros((BS, BE), tl.float32)
+    q = tl.load(
+        Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :],
+        mask=(query >= 0)[:, None] & (dims < d)[None, :],
+        other=0.0,
+    )
+    highest, total, out = (
+        tl.full((BS,), float("-inf"), tl.float32),
+        tl.zeros((BS,), tl.float32),
+        tl.zeros((BS, BE), tl.float32),
+    )
     for first in range(0, z, BZ):
         place = first + tl.arange(0, BZ)
         key = tl.load(KEYS + (lead * g + bucket) * z + place, mask=place < z, other=-1)
         kv = batch * skb + (head // group) * skh
-        k = tl.load(K + kv + key[:, None] * skm + dims[None, :], mask=(key >= 0)[:, None] & (dims < d)[None, :], other=0.0)
+        k = tl.load(
+            K + kv + key[:, None] * skm + dims[None, :], mask=(key >= 0)[:, None] & (dims < d)[None, :], other=0.0
+        )
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_BIAS:
             logits += tl.load(BIAS + lead * m + key, mask=key >= 0, other=0.0)[None, :] * 1.4426950408889634
@@ -73,7 +83,9 @@ def bucketed_fwd_kernel(
         p, fade = tl.exp2(logits - level[:, None]), tl.exp2(highest - level)
         highest, total = new, total * fade + tl.sum(p, 1)
         v = tl.load(
-            V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :], mask=(key >= 0)[:, None] & (values < e)[None, :], other=0.0
+            V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :],
+            mask=(key >= 0)[:, None] & (values < e)[None, :],
+            other=0.0,
         )
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
     some = tl.where(total > 0, total, 1.0)
@@ -81,7 +93,11 @@ def bucketed_fwd_kernel(
     to, there = row, seat < s
     if ONCE:
         to, there = lead * n + query, query >= 0
-    tl.store(OUT + to[:, None] * e + values[None, :], (out / some[:, None]).to(OUT.dtype.element_ty), mask=there[:, None] & (values < e)[None, :])
+    tl.store(
+        OUT + to[:, None] * e + values[None, :],
+        (out / some[:, None]).to(OUT.dtype.element_ty),
+        mask=there[:, None] & (values < e)[None, :],
+    )
     tl.store(LSE + to, lse, mask=there)
 
 
@@ -100,11 +116,17 @@ def join_kernel(SEATS, PART, PART_LSE, OUT, LSE, n, e, rounds, BN: tl.constexpr,
         seat = tl.load(SEATS + (lead * rounds + one) * n + at, mask=at < n, other=-1)
         weight = tl.exp(tl.load(PART_LSE + seat, mask=seat >= 0, other=float("-inf")) - level)
         total += weight
-        part = tl.load(PART + seat[:, None] * e + values[None, :], mask=(seat >= 0)[:, None] & (values < e)[None, :], other=0.0)
+        part = tl.load(
+            PART + seat[:, None] * e + values[None, :], mask=(seat >= 0)[:, None] & (values < e)[None, :], other=0.0
+        )
         out += weight[:, None] * part.to(tl.float32)
     some = tl.where(total > 0, total, 1.0)
     to = lead * n + at
-    tl.store(OUT + to[:, None] * e + values[None, :], (out / some[:, None]).to(OUT.dtype.element_ty), mask=(at < n)[:, None] & (values < e)[None, :])
+    tl.store(
+        OUT + to[:, None] * e + values[None, :],
+        (out / some[:, None]).to(OUT.dtype.element_ty),
+        mask=(at < n)[:, None] & (values < e)[None, :],
+    )
     tl.store(LSE + to, tl.where(total > 0, tl.log(some) + level, float("-inf")), mask=at < n)
 
 
@@ -119,10 +141,20 @@ def gather_sum_kernel(ORDER, START, PART, OUT, rows, total, d, BR: tl.constexpr,
     for step in range(tl.max(last - first, axis=0)):
         turn = first + step
         more = turn < last
-        seat = tl.load(ORDER + (lead * total + tl.minimum(turn, total - 1)))  # in bounds; a masked load trips Triton 3.6
-        part = tl.load(PART + (lead * total + seat)[:, None] * d + dims[None, :], mask=more[:, None] & (dims < d)[None, :], other=0.0)
+        seat = tl.load(
+            ORDER + (lead * total + tl.minimum(turn, total - 1))
+        )  # in bounds; a masked load trips Triton 3.6
+        part = tl.load(
+            PART + (lead * total + seat)[:, None] * d + dims[None, :],
+            mask=more[:, None] & (dims < d)[None, :],
+            other=0.0,
+        )
         out += part.to(tl.float32)
-    tl.store(OUT + (lead * rows + at)[:, None] * d + dims[None, :], out.to(OUT.dtype.element_ty), mask=here[:, None] & (dims < d)[None, :])
+    tl.store(
+        OUT + (lead * rows + at)[:, None] * d + dims[None, :],
+        out.to(OUT.dtype.element_ty),
+        mask=here[:, None] & (dims < d)[None, :],
+    )
 
 
 @jit
@@ -168,7 +200,11 @@ def bucketed_bwd_q_kernel(
     row = (lead * g + bucket) * s + seat
     query = tl.load(QUERIES + row, mask=seat < s, other=-1)
     real, mine = query >= 0, lead * n + query
-    q = tl.load(Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :], mask=real[:, None] & (dims < d)[None, :], other=0.0)
+    q = tl.load(
+        Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :],
+        mask=real[:, None] & (dims < d)[None, :],
+        other=0.0,
+    )
     dy = tl.load(DY + mine[:, None] * e + values[None, :], mask=real[:, None] & (values < e)[None, :], other=0.0)
     lse, delta = tl.load(BASE2 + mine, mask=real, other=0.0), tl.load(DELTA + mine, mask=real, other=0.0)
     dq = tl.zeros((BS, BD), tl.float32)
@@ -176,8 +212,16 @@ def bucketed_bwd_q_kernel(
         place = first + tl.arange(0, BZ)
         key = tl.load(KEYS + (lead * g + bucket) * z + place, mask=place < z, other=-1)
         there = (key >= 0)[:, None]
-        k = tl.load(K + batch * skb + (head // group) * skh + key[:, None] * skm + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
-        v = tl.load(V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :], mask=there & (values < e)[None, :], other=0.0)
+        k = tl.load(
+            K + batch * skb + (head // group) * skh + key[:, None] * skm + dims[None, :],
+            mask=there & (dims < d)[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :],
+            mask=there & (values < e)[None, :],
+            other=0.0,
+        )
         p, ds = _gradient_of_logits(
             q, k, v, dy, lse, delta, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, rounds, scale, offset, left, right,
             HAS_BIAS, HAS_MEETINGS, OTHERS, PRECISION,
@@ -211,14 +255,26 @@ def bucketed_bwd_kv_kernel(
     else:
         key = tl.load(KEYS + (lead * g + which) * z + place, mask=place < z, other=-1)
     there = (key >= 0)[:, None]
-    k = tl.load(K + batch * skb + (head // group) * skh + key[:, None] * skm + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
-    v = tl.load(V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :], mask=there & (values < e)[None, :], other=0.0)
+    k = tl.load(
+        K + batch * skb + (head // group) * skh + key[:, None] * skm + dims[None, :],
+        mask=there & (dims < d)[None, :],
+        other=0.0,
+    )
+    v = tl.load(
+        V + batch * svb + (head // group) * svh + key[:, None] * svm + values[None, :],
+        mask=there & (values < e)[None, :],
+        other=0.0,
+    )
     dk, dv, d_bias = tl.zeros((BZ, BD), tl.float32), tl.zeros((BZ, BE), tl.float32), tl.zeros((BZ,), tl.float32)
     for turn in range(bucket * s, stop * s, BS):
         seat = turn + tl.arange(0, BS)
         query = tl.load(QUERIES + lead * g * s + seat, mask=seat < stop * s, other=-1)
         real, mine = query >= 0, lead * n + query
-        q = tl.load(Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :], mask=real[:, None] & (dims < d)[None, :], other=0.0)
+        q = tl.load(
+            Q + batch * sqb + head * sqh + query[:, None] * sqn + dims[None, :],
+            mask=real[:, None] & (dims < d)[None, :],
+            other=0.0,
+        )
         dy = tl.load(DY + mine[:, None] * e + values[None, :], mask=real[:, None] & (values < e)[None, :], other=0.0)
         lse, delta = tl.load(BASE2 + mine, mask=real, other=0.0), tl.load(DELTA + mine, mask=real, other=0.0)
         p, ds = _gradient_of_logits(
@@ -230,8 +286,16 @@ def bucketed_bwd_kv_kernel(
         if HAS_BIAS:
             d_bias += tl.sum(ds, 0)
     out = (lead * tl.num_programs(1) + which) * z + place
-    tl.store(DK + out[:, None] * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=(place < z)[:, None] & (dims < d)[None, :])
-    tl.store(DV + out[:, None] * e + values[None, :], dv.to(DV.dtype.element_ty), mask=(place < z)[:, None] & (values < e)[None, :])
+    tl.store(
+        DK + out[:, None] * d + dims[None, :],
+        dk.to(DK.dtype.element_ty),
+        mask=(place < z)[:, None] & (dims < d)[None, :],
+    )
+    tl.store(
+        DV + out[:, None] * e + values[None, :],
+        dv.to(DV.dtype.element_ty),
+        mask=(place < z)[:, None] & (values < e)[None, :],
+    )
     if HAS_BIAS:
         tl.store(D_BIAS + out, d_bias, mask=place < z)
 
@@ -248,7 +312,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, roun
     return why_no_kernels(q)
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, how: Seating) -> tuple[tuple[Tensor, ...], tuple[object, ...], tuple[int, ...], dict[str, object]]:
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, how: Seating
+) -> tuple[tuple[Tensor, ...], tuple[object, ...], tuple[int, ...], dict[str, object]]:
     """What all kernels of a call are given: tensors, sizes, strides and tiles."""
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     (g, s), z = how.queries.shape[2:], how.keys.shape[3]
@@ -293,7 +359,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating, rounds: int) -> tuple
         torch.empty(b * h * g * s, e, dtype=v.dtype, device=q.device), torch.empty(b * h * g * s, dtype=torch.float32, device=q.device)
     )  # fmt: skip
     bucketed_fwd_kernel[(_triton.cdiv(s, tiles["BS"]), g, b * h)](
-        *tensors, part, part_lse, *sizes, how.scale * LOG2E, how.offset, how.left, how.right, *strides, ONCE=once, **tiles
+        *tensors,
+        part,
+        part_lse,
+        *sizes,
+        how.scale * LOG2E,
+        how.offset,
+        how.left,
+        how.right,
+        *strides,
+        ONCE=once,
+        **tiles,
     )
     if not once:
         tile = 32
@@ -315,12 +391,16 @@ def backward(
     tensors, sizes, strides, tiles = _launch(q, k, v, how)
     dy = d_out.to(v.dtype).contiguous()
     delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(_triton.cdiv(lead * n, 64),)](out, dy, d_lse.contiguous(), lse, delta, base2, lead * n, e, BN=64, BE=tiles["BE"], num_warps=4)
+    delta_kernel[(_triton.cdiv(lead * n, 64),)](
+        out, dy, d_lse.contiguous(), lse, delta, base2, lead * n, e, BN=64, BE=tiles["BE"], num_warps=4
+    )
     numbers = (*sizes, how.scale * LOG2E, how.scale, how.offset, how.left, how.right, *strides)
     once = rounds == 1
     dq = torch.zeros(b, h, n, d, dtype=q.dtype, device=q.device)
     part = dq if once else torch.empty(lead * g * s, d, dtype=q.dtype, device=q.device)
-    bucketed_bwd_q_kernel[(_triton.cdiv(s, tiles["BS"]), g, lead)](*tensors, dy, base2, delta, part, *numbers, ONCE=once, **tiles)
+    bucketed_bwd_q_kernel[(_triton.cdiv(s, tiles["BS"]), g, lead)](
+        *tensors, dy, base2, delta, part, *numbers, ONCE=once, **tiles
+    )
     if not once:
         dq = gather_sum(how.queries, n, part, d).view(b, h, n, d)
     buckets = g if families is None else families.shape[-1] - 1
@@ -346,5 +426,7 @@ def gather_sum(table: Tensor, length: int, part: Tensor, d: int) -> Tensor:
     tokens, order = torch.where(table < 0, length, table).view(b * h, g * s).sort(dim=-1, stable=True)
     start = torch.searchsorted(tokens, torch.arange(length + 1, device=table.device).expand(b * h, -1).contiguous())
     total = torch.empty(b * h, length, d, dtype=part.dtype, device=part.device)
-    gather_sum_kernel[(_triton.cdiv(length, 32), b * h)](order, start, part, total, length, g * s, d, BR=32, BD=power(d), num_warps=4)
+    gather_sum_kernel[(_triton.cdiv(length, 32), b * h)](
+        order, start, part, total, length, g * s, d, BR=32, BD=power(d), num_warps=4
+    )
     return total

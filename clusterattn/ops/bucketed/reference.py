@@ -85,7 +85,9 @@ def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -
             if how.others:
                 unseen = unseen | (ahead == 0)
         if how.rank is not None and how.low is not None and how.high is not None:
-            logits -= _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).to(logits.dtype).log_()
+            logits -= (
+                _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).to(logits.dtype).log_()
+            )
         logits.masked_fill_(unseen, NEVER)
         logits.masked_fill_((mine < 0).unsqueeze(2), NEVER)
         yield Piece(index, flat_queries[index], flat_keys[index], flat_bias[index], x, y, logits)
@@ -154,4 +156,9 @@ def backward(
         ds.mul_(how.scale)
         dq.index_add_(0, flat_q, torch.bmm(ds, piece.y).view(-1, d))
         dk.index_add_(0, flat_k, torch.bmm(ds.mT, piece.x).view(-1, d))
-    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, m if how.bias is not None else 0)
+    return (
+        dq.view(b, h, n, d),
+        dk.view(b, hk, m, d),
+        dv.view(b, hk, m, e),
+        d_bias.view(b, h, m if how.bias is not None else 0),
+    )

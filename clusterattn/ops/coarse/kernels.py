@@ -31,8 +31,16 @@ def scores_kernel(
 ):  # fmt: skip
     lead = tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
-    row, key, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
-    c = tl.load(C + (lead * rows + row[:, None]) * d + dims[None, :], mask=(row[:, None] < rows) & (dims[None, :] < d), other=0.0)
+    row, key, dims = (
+        tl.program_id(1) * BC + tl.arange(0, BC),
+        tl.program_id(0) * BM + tl.arange(0, BM),
+        tl.arange(0, BD),
+    )
+    c = tl.load(
+        C + (lead * rows + row[:, None]) * d + dims[None, :],
+        mask=(row[:, None] < rows) & (dims[None, :] < d),
+        other=0.0,
+    )
     k = tl.load(
         K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
         mask=(key[:, None] < m) & (dims[None, :] < d), other=0.0,
@@ -43,7 +51,11 @@ def scores_kernel(
     if HAS_KEEP:
         seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
     s = tl.where(seen, s, float("-inf"))
-    tl.store(SCORES + (lead * rows + row[:, None]) * m + key[None, :], s.to(SCORES.dtype.element_ty), mask=(row[:, None] < rows) & (key[None, :] < m))
+    tl.store(
+        SCORES + (lead * rows + row[:, None]) * m + key[None, :],
+        s.to(SCORES.dtype.element_ty),
+        mask=(row[:, None] < rows) & (key[None, :] < m),
+    )
 
 
 @jit
@@ -105,7 +117,9 @@ def select_kernel(VALUE, AT, NEAR, BITS, words, top, total, BT: tl.constexpr, WI
 def _near(BITS, lead, row, rows, words, first, key, BM: tl.constexpr):
     """Which of a tile's keys are near for which rows: a word of 32 bits per row and half tile."""
     low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
-    high = tl.load(BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0)
+    high = tl.load(
+        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
+    )
     word = tl.where((key - first < 32)[None, :], low[:, None], high[:, None])
     return ((word >> (key % 32)[None, :]) & 1) != 0
 
@@ -120,7 +134,11 @@ def coarse_fwd_kernel(
     split, lead = tl.program_id(0), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
-    c = tl.load(C + (lead * rows + row[:, None]) * d + dims[None, :], mask=(row[:, None] < rows) & (dims[None, :] < d), other=0.0)
+    c = tl.load(
+        C + (lead * rows + row[:, None]) * d + dims[None, :],
+        mask=(row[:, None] < rows) & (dims[None, :] < d),
+        other=0.0,
+    )
     limit = _limit(row, m, per, first, step)
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     near_highest, near_total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
@@ -129,7 +147,11 @@ def coarse_fwd_kernel(
     for start in range(split * stretch, min((split + 1) * stretch, tl.max(tl.where(row < rows, limit, 0))), BM):
         key = start + tl.arange(0, BM)
         there = key[:, None] < m
-        k = tl.load(K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :], mask=there & (dims[None, :] < d), other=0.0)
+        k = tl.load(
+            K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
+            mask=there & (dims[None, :] < d),
+            other=0.0,
+        )
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
         seen = key[None, :] < limit[:, None]
         if HAS_KEEP:
@@ -148,7 +170,11 @@ def coarse_fwd_kernel(
         level = tl.where(new == float("-inf"), 0.0, new)
         p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
         highest, total = new, total * fade + tl.sum(p, 1)
-        v = tl.load(V + batch * svb + head * svh + key.to(tl.int64)[:, None] * svm + values[None, :], mask=there & (values[None, :] < e), other=0.0)
+        v = tl.load(
+            V + batch * svb + head * svh + key.to(tl.int64)[:, None] * svm + values[None, :],
+            mask=there & (values[None, :] < e),
+            other=0.0,
+        )
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
@@ -175,7 +201,10 @@ def join_kernel(
         place = ((lead * splits + split) * rows + row) * 4
         highest = tl.maximum(highest, tl.load(STATS + place, mask=here, other=float("-inf")))
         near_highest = tl.maximum(near_highest, tl.load(STATS + place + 2, mask=here, other=float("-inf")))
-    level, near_level = tl.where(highest == float("-inf"), 0.0, highest), tl.where(near_highest == float("-inf"), 0.0, near_highest)
+    level, near_level = (
+        tl.where(highest == float("-inf"), 0.0, highest),
+        tl.where(near_highest == float("-inf"), 0.0, near_highest),
+    )
     total, near_total = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
     out, mean = tl.zeros((BC, BE), tl.float32), tl.zeros((BC, BD), tl.float32)
     for split in range(splits):
@@ -184,18 +213,30 @@ def join_kernel(
         total += weight * tl.load(STATS + place * 4 + 1, mask=here, other=0.0)
         near = tl.exp2(tl.load(STATS + place * 4 + 2, mask=here, other=float("-inf")) - near_level)
         near_total += near * tl.load(STATS + place * 4 + 3, mask=here, other=0.0)
-        out += weight[:, None] * tl.load(PART + place[:, None] * e + values[None, :], mask=here[:, None] & (values[None, :] < e), other=0.0)
+        out += weight[:, None] * tl.load(
+            PART + place[:, None] * e + values[None, :], mask=here[:, None] & (values[None, :] < e), other=0.0
+        )
         if TANGENT:
-            mean += weight[:, None] * tl.load(MEANS + place[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
+            mean += weight[:, None] * tl.load(
+                MEANS + place[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0
+            )
     some = tl.where(total > 0, total, 1.0)
     place = lead * rows + row
-    tl.store(OUT + place[:, None] * e + values[None, :], out / some[:, None], mask=here[:, None] & (values[None, :] < e))
+    tl.store(
+        OUT + place[:, None] * e + values[None, :], out / some[:, None], mask=here[:, None] & (values[None, :] < e)
+    )
     if TANGENT:
-        tl.store(MEAN + place[:, None] * d + dims[None, :], mean / some[:, None], mask=here[:, None] & (dims[None, :] < d))
+        tl.store(
+            MEAN + place[:, None] * d + dims[None, :], mean / some[:, None], mask=here[:, None] & (dims[None, :] < d)
+        )
     natural = 0.6931471805599453
     tl.store(LSE + place, tl.where(total > 0, (tl.log2(some) + level) * natural, float("-inf")), mask=here)
     near_some = tl.where(near_total > 0, near_total, 1.0)
-    tl.store(NEAR_LSE + place, tl.where(near_total > 0, (tl.log2(near_some) + near_level) * natural, float("-inf")), mask=here)
+    tl.store(
+        NEAR_LSE + place,
+        tl.where(near_total > 0, (tl.log2(near_some) + near_level) * natural, float("-inf")),
+        mask=here,
+    )
 
 
 @jit
@@ -230,8 +271,12 @@ def coarse_bwd_kv_kernel(
     batch, kv_head = place // kv_heads, place % kv_heads
     key, dims, values = start + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
     at = key.to(tl.int64)[:, None]
-    k = tl.load(K + batch * skb + kv_head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0)
-    v = tl.load(V + batch * svb + kv_head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0)
+    k = tl.load(
+        K + batch * skb + kv_head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
+    )
+    v = tl.load(
+        V + batch * svb + kv_head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
+    )
     keep = key < m
     if HAS_KEEP:
         keep = keep & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)
@@ -286,8 +331,12 @@ def coarse_bwd_c_kernel(
     for start in range(split * stretch, min((split + 1) * stretch, tl.max(tl.where(here, limit, 0))), BM):
         key = start + tl.arange(0, BM)
         at = key.to(tl.int64)[:, None]
-        k = tl.load(K + batch * skb + head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0)
-        v = tl.load(V + batch * svb + head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0)
+        k = tl.load(
+            K + batch * skb + head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
+        )
+        v = tl.load(
+            V + batch * svb + head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
+        )
         seen = (key[None, :] < limit[:, None]) & here[:, None]
         if HAS_KEEP:
             seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
@@ -341,11 +390,15 @@ def _select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> 
     )
     near = torch.full((lead, clusters, top), -1, dtype=torch.int64, device=c.device)
     bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
-    select_kernel[(lead * clusters,)](value, at, near, bits, words, top, segments * top, BT=power(segments * top), WIDTH=width, num_warps=4)
+    select_kernel[(lead * clusters,)](
+        value, at, near, bits, words, top, segments * top, BT=power(segments * top), WIDTH=width, num_warps=4
+    )
     return near, bits
 
 
-def forward(c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, how: Reach) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(
+    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, how: Reach
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As reference.forward, and the bit mask of the near keys, which backward wants again."""
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     c, k, v, top = c.to(k.dtype).contiguous(), rows(k), rows(v), min(how.top, m)
@@ -370,7 +423,22 @@ def forward(c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, how: Reach) ->
     out, mean = torch.empty(b, h, clusters, e, **new), torch.empty(b, h, clusters, d if how.tangent else 0, **new)
     lse, near_lse = torch.empty(b, h, clusters, **new), torch.empty(b, h, clusters, **new)
     join_kernel[(_triton.cdiv(clusters, 16), lead)](
-        part, means, stats, out, mean, lse, near_lse, clusters, d, e, splits, TANGENT=how.tangent, BC=16, BD=tile["BD"], BE=tile["BE"], num_warps=4
+        part,
+        means,
+        stats,
+        out,
+        mean,
+        lse,
+        near_lse,
+        clusters,
+        d,
+        e,
+        splits,
+        TANGENT=how.tangent,
+        BC=16,
+        BD=tile["BD"],
+        BE=tile["BE"],
+        num_warps=4,
     )
     return out, mean, lse, near_lse, near_at.view(b, h, clusters, top), bits.view(b, h, clusters, -1)
 
@@ -393,8 +461,17 @@ def backward(
     shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, lse, near_lse, d_near)
     sizes = (clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.scale, how.per, how.first, how.step, words)
     strides = (*k.stride()[:3], *v.stride()[:3])
-    flags = {"HAS_KEEP": keep is not None, "HAS_NEAR": how.top > 0, "TANGENT": how.tangent, "PRECISION": precision(k), "num_warps": 4}
-    dk, dv = torch.empty(b, hk, m, d, dtype=k.dtype, device=k.device), torch.empty(b, hk, m, e, dtype=v.dtype, device=k.device)
+    flags = {
+        "HAS_KEEP": keep is not None,
+        "HAS_NEAR": how.top > 0,
+        "TANGENT": how.tangent,
+        "PRECISION": precision(k),
+        "num_warps": 4,
+    }
+    dk, dv = (
+        torch.empty(b, hk, m, d, dtype=k.dtype, device=k.device),
+        torch.empty(b, hk, m, e, dtype=v.dtype, device=k.device),
+    )
     coarse_bwd_kv_kernel[(_triton.cdiv(m, tile["BM"]), b * hk)](*shared, dk, dv, *sizes, *strides, **flags, **tile)
     row_tiles = _triton.cdiv(clusters, tile["BC"])
     splits, stretch = _splits(m, lead * row_tiles, tile["BM"])

@@ -76,7 +76,9 @@ def forward(
     lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_at = torch.full((*lead, top), -1, dtype=torch.int64, device=c.device)
-    for p in _pieces(_by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how):
+    for p in _pieces(
+        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how
+    ):
         place = (p.heads, slice(None), p.rows)
         shape = out[place].shape[:-1]
         few = min(top, p.seen)
@@ -116,7 +118,9 @@ def backward(
     d_out, d_mean, d_near, delta, lse, near_lse, near_at = (
         _by_key_head(x, hk) for x in (d_out, d_mean, d_near, delta, lse, near_lse, near_at)
     )
-    for p in _pieces(_by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how):
+    for p in _pieces(
+        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how
+    ):
         if p.seen == 0:
             continue
         place, flat = (p.heads, slice(None), p.rows), p.scores.shape[:2]

@@ -32,7 +32,13 @@ def _(points: Tensor, valid: Tensor, origin: Optional[Tensor], centroids: Tensor
 
 @torch.library.custom_op("clusterattn::assign", mutates_args=())
 def _assign(
-    points: Tensor, origin: Optional[Tensor], centroids: Tensor, alive: Tensor, form: Optional[Tensor], signs: bool, triton: bool
+    points: Tensor,
+    origin: Optional[Tensor],
+    centroids: Tensor,
+    alive: Tensor,
+    form: Optional[Tensor],
+    signs: bool,
+    triton: bool,
 ) -> Tensor:
     return (kernels if triton else reference).assign(points, origin, centroids, alive, form, signs)
 
@@ -128,7 +134,9 @@ def assign(
     return flat.view(*lead, points.shape[-2])
 
 
-def farthest(points: Tensor, valid: Tensor, clusters: int, *, signs: bool = False, form: Tensor | None = None) -> Tensor:
+def farthest(
+    points: Tensor, valid: Tensor, clusters: int, *, signs: bool = False, form: Tensor | None = None
+) -> Tensor:
     """Positions (... c) of points far apart in the metric, -1 once the valid ones are used up."""
     lead = points.shape[:-2]
     flat = _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2), signs)

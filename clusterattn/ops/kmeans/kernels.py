@@ -32,7 +32,9 @@ def assign_fwd_kernel(
     label = tl.zeros((BN,), tl.int32)
     for first in range(0, c, BC):
         which = first + tl.arange(0, BC)
-        w = tl.load(W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which[:, None] < c) & wide[None, :], other=0.0)
+        w = tl.load(
+            W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which[:, None] < c) & wide[None, :], other=0.0
+        )
         offset = tl.load(OFFSET + lead * c + which, mask=which < c, other=float("-inf"))
         scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
         highest, index = tl.max(scores, axis=1, return_indices=True)
@@ -61,7 +63,9 @@ def sums_fwd_kernel(
         at = first + tl.arange(0, BN)
         real = at < min(n, (split + 1) * per)
         label = tl.load(LABELS + lead * n + at, mask=real, other=-1)
-        x = tl.load(base + at.to(tl.int64)[:, None] * sxn + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        x = tl.load(
+            base + at.to(tl.int64)[:, None] * sxn + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0
+        )
         if HAS_ORIGIN:
             x = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
         mine = which[:, None] == label[None, :]
@@ -98,7 +102,9 @@ def update_kernel(
         tl.store(CENTROIDS + place, centroid, mask=mask)
     seen = centroid
     if HAS_FORM:
-        form = tl.load(FORM + lead * d * d + dims[:, None] * d + dims[None, :], mask=wide[:, None] & wide[None, :], other=0.0)
+        form = tl.load(
+            FORM + lead * d * d + dims[:, None] * d + dims[None, :], mask=wide[:, None] & wide[None, :], other=0.0
+        )
         seen = tl.dot(centroid, form, input_precision="ieee")
     offset = tl.zeros((BC,), tl.float32)
     if not SIGNS:
@@ -123,7 +129,12 @@ def _tile(points: Tensor) -> tuple[int, int]:
 
 
 def _prepare(
-    points: Tensor, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool, sums: tuple[Tensor, Tensor] | None
+    points: Tensor,
+    centroids: Tensor,
+    alive: Tensor,
+    form: Tensor | None,
+    signs: bool,
+    sums: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """The product's right side (lead c w) in the points' dtype and its offset; with sums, the centroids move first."""
     lead, c, d = centroids.shape
@@ -168,7 +179,9 @@ def sums(points: Tensor, origin: Tensor | None, labels: Tensor, clusters: int) -
     return totals, counts
 
 
-def assign(points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> Tensor:
+def assign(
+    points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool
+) -> Tensor:
     points, origin, form = rows(points), _dense(origin), _dense(form)
     if points.numel() == 0 or centroids.numel() == 0:
         return torch.zeros(centroids.shape[0], points.shape[2], dtype=torch.int64, device=points.device)
@@ -177,7 +190,14 @@ def assign(points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tens
 
 
 def lloyd(
-    points: Tensor, valid: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, updates: int, signs: bool
+    points: Tensor,
+    valid: Tensor,
+    origin: Tensor | None,
+    centroids: Tensor,
+    alive: Tensor,
+    form: Tensor | None,
+    updates: int,
+    signs: bool,
 ) -> Tensor:
     points, origin, form = rows(points), _dense(origin), _dense(form)
     centroids, alive = centroids.float().clone(memory_format=torch.contiguous_format), alive.contiguous()

@@ -52,7 +52,9 @@ def sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
     """Sum of the points of each cluster (lead c w); label -1 is left out. The same bits every time, on any device."""
     lead, n, w = points.shape
     if points.device.type == "cpu":
-        bins = torch.where(labels < 0, clusters, labels) + torch.arange(lead, device=points.device).unsqueeze(-1) * (clusters + 1)
+        bins = torch.where(labels < 0, clusters, labels) + torch.arange(lead, device=points.device).unsqueeze(-1) * (
+            clusters + 1
+        )
         total = points.new_zeros(lead * (clusters + 1), w).index_add_(0, bins.view(-1), points.reshape(-1, w))
         return total.view(lead, clusters + 1, w)[:, :clusters]
     total = points.new_zeros(lead, clusters, w)  # atomics would change the order of summation from run to run
@@ -63,7 +65,14 @@ def sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
 
 
 def lloyd(
-    points: Tensor, valid: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, updates: int, signs: bool
+    points: Tensor,
+    valid: Tensor,
+    origin: Tensor | None,
+    centroids: Tensor,
+    alive: Tensor,
+    form: Tensor | None,
+    updates: int,
+    signs: bool,
 ) -> Tensor:
     """Centroids (lead c w), relative to the origin, after ``updates`` rounds of assign and update. An empty cluster
     keeps its place."""
@@ -74,7 +83,9 @@ def lloyd(
         counts = torch.zeros(*alive.shape, dtype=points.dtype, device=points.device)
         counts.scatter_add_(1, labels.clamp(min=0), valid.to(points.dtype))
         # signs: a majority, a drawn vote being 0 as a bit (-1 as a sign)
-        means = torch.where(totals > 0, 1.0, -1.0).to(totals.dtype) if signs else totals / counts.clamp(min=1).unsqueeze(-1)
+        means = (
+            torch.where(totals > 0, 1.0, -1.0).to(totals.dtype) if signs else totals / counts.clamp(min=1).unsqueeze(-1)
+        )
         centroids = torch.where((counts > 0).unsqueeze(-1), means, centroids)
     return centroids
 
