@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._errors import bad_type, bad_value
-from ._types import Attended, Call, Clusters, Groups, Mask, Method
+from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method
 from .methods import MethodSpec
 from .methods import method as as_method
 from .ops import choose
@@ -139,13 +139,17 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _call(
-    room: Method, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None,
-    causal: bool, scale: float | None, generator: torch.Generator | None, seed: int, backend: str, points: Tensor | None,
+    room: Method, q: Tensor, k: Tensor, v: Tensor,
+    key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
+    scale: float | None, generator: torch.Generator | None, seed: int, backend: str, points: Tensor | None,
 ) -> Call:  # fmt: skip
     (b, h, n, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
     if not (b == bk == bv and hk == hv and m == mv and d == dk):
-        raise bad_value("q (b h n d), k (b hk m d), v (b hk m e) that agree in b, hk, m and d",
-                        f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}", "checking the order of dimensions")  # fmt: skip
+        raise bad_value(
+            "q (b h n d), k (b hk m d), v (b hk m e) that agree in b, hk, m and d",
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+            "checking the order of dimensions",
+        )
     if hk == 0 or h % hk:
         raise bad_value(
             "a number of key heads that divides the query heads",
@@ -155,8 +159,11 @@ def _call(
     if d == 0:
         raise bad_value("a head dimension d of at least 1", tuple(q.shape), "checking the order of dimensions")
     if room.self_only and n != m:
-        raise bad_value(f"as many keys as queries: {type(room).__name__} is self-attention only", f"n={n}, m={m}",
-                        "Refined, Improved, Clustered or Smyrf for cross-attention")  # fmt: skip
+        raise bad_value(
+            f"as many keys as queries: {type(room).__name__} is self-attention only",
+            f"n={n}, m={m}",
+            "Refined, Improved, Clustered or Smyrf for cross-attention",
+        )
     if key_lengths is not None:
         if key_mask is not None:
             raise bad_value("key_mask or key_lengths", "both", "one of them")
@@ -213,13 +220,19 @@ def _with_extras(
 ) -> Call:
     exact = room.name == "exact"
     if attn_mask is not None and not exact:
-        raise bad_value("no attn_mask: clustering cannot honour a dense mask or an additive bias", f"attn_mask {tuple(attn_mask.shape)}",
-                        "method=ca.Exact(), or key_mask / causal where they say the same")  # fmt: skip
+        raise bad_value(
+            "no attn_mask: clustering cannot honour a dense mask or an additive bias",
+            f"attn_mask {tuple(attn_mask.shape)}",
+            "method=ca.Exact(), or key_mask / causal where they say the same",
+        )
     if not 0.0 <= dropout_p < 1.0:
         raise bad_value("dropout_p in [0, 1)", dropout_p, "dropout_p=0.0")
     if dropout_p > 0.0 and not exact:
-        raise bad_value(f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out", dropout_p,
-                        "dropout on the output, or method=ca.Exact()")  # fmt: skip
+        raise bad_value(
+            f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out",
+            dropout_p,
+            "dropout on the output, or method=ca.Exact()",
+        )
     if (state is not None or keep_state) and not room.stateful:
         raise bad_value(
             "a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state"
@@ -228,14 +241,14 @@ def _with_extras(
         raise bad_value("points only with method=ClusterFormer", type(room).__name__, "leaving out points")
     if attn_mask is not None:
         try:
-            torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))
+            torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))  # type: ignore[no-untyped-call]
         except RuntimeError:
             shape = (*q.shape[:3], k.shape[2])
             raise bad_value(f"attn_mask that broadcasts to {shape}", tuple(attn_mask.shape), "(b 1 n m)") from None
     return Call(call.mask, call.scale, call.seed, call.ops, lse, state, keep_state, call.points, attn_mask, dropout_p)
 
 
-def _known(room: Method, groups: Any, q: Tensor, k: Tensor) -> Groups:
+def _known(room: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
     """Groups handed in by the caller must be of this method's kind and of this call's shape."""
     wanted = room.groups_type
     if wanted is None or not isinstance(groups, wanted):

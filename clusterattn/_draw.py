@@ -7,9 +7,13 @@ forward, in a batch of one, and whatever the padding (the counter is a token's r
 from __future__ import annotations
 
 import math
+from typing import Optional
 
 import torch
 from torch import Tensor
+
+from . import _draw_kernels
+from .ops._jit import HAVE_TRITON
 
 # Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
 _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
@@ -24,12 +28,18 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
+def _in_one_launch(x: Tensor) -> bool:
+    return x.is_cuda and HAVE_TRITON
+
+
 @torch.library.custom_op("clusterattn::bits", mutates_args=())
 def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
     """A 32-bit random integer (as int64) for each counter.
 
     An op of its own because a compiler that inlines the mixing, where every line reads the last one twice, never ends.
     """
+    if _in_one_launch(counter):
+        return _draw_kernels.bits(counter, seed, stream)
     counter = counter.to(torch.int64)
     x = _mix((counter + (seed & _LOW)) & _LOW)
     x = _mix(x ^ (((counter >> 32) ^ (seed >> 32)) & _LOW))
@@ -50,19 +60,22 @@ def normal(shape: tuple[int, ...], seed: int, stream: int, device: torch.device,
 
 
 def directions(rounds: int, each: int, d: int, seed: int, like: Tensor) -> Tensor:
-    """(r each d) random directions. Those of one round do not depend on how many there are: padding adds, never changes."""
+    """(r each d) random directions. Those of one round do not depend on how many there are: padding only adds some."""
     return torch.stack(
         [normal((each, d), seed, STREAM_ROUNDS, like.device, first=one << 31) for one in range(rounds)]
     ).to(like.dtype)
 
 
-def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Tensor | None = None) -> Tensor:
-    """``most`` distinct valid positions spread at random over the sequence, (... most); -1 once the valid ones are used up.
+@torch.library.custom_op("clusterattn::lottery", mutates_args=())
+def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Optional[Tensor] = None) -> Tensor:
+    """``most`` distinct valid positions at random over the sequence, (... most); -1 once the valid ones are used up.
 
-    Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the valid
-    tokens are drawn, so padding changes nobody's luck; nothing is sorted and the cost does not grow with the length.
+    Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the
+    valid tokens are drawn, so padding changes nobody's luck; nothing is sorted and the cost does not grow with length.
     ``wanted`` (... 1): how many of the ``most`` lots are drawn, where that follows the number of valid tokens.
     """
+    if _in_one_launch(valid):
+        return _draw_kernels.lottery(valid, seed, stream, most, wanted)
     seen = valid.cumsum(-1)
     total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
     lot = torch.arange(most, device=valid.device)
@@ -71,3 +84,8 @@ def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Tensor | N
     rank = torch.where(total > wanted, rank.long().clamp(max=total - 1), lot.expand_as(rank))
     at = torch.searchsorted(seen, (rank + 1).expand(*valid.shape[:-1], most).contiguous())
     return torch.where((rank < total) & (lot < wanted), at, -1)
+
+
+@lottery.register_fake
+def _(valid: Tensor, seed: int, stream: int, most: int, wanted: Optional[Tensor] = None) -> Tensor:
+    return valid.new_empty((*valid.shape[:-1], most), dtype=torch.int64)

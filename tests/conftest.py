@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # Triton's interpreter runs the kernels on a CPU; must precede clusterattn
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 
 # The same examples every time, no timing: a failure here is a failure everywhere.

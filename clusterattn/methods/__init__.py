@@ -32,8 +32,9 @@ def method(spec: MethodSpec) -> Method:
     if isinstance(spec, dict):
         return _named(str(spec.get("method"))).from_dict(spec)
     if not isinstance(spec, str):
-        got = f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
-        raise bad_type("a method instance, its name or its dict", got, 'method="refined" or method=ca.Refined(...)')
+        raise bad_type(
+            "a method instance, its name or its dict", _what(spec), 'method="refined" or method=ca.Refined(...)'
+        )
     name, _, settings = spec.partition(":")
     given = {}
     for setting in filter(None, settings.split(",")):
@@ -42,6 +43,10 @@ def method(spec: MethodSpec) -> Method:
             raise bad_value("settings as key=value", repr(setting), f"{name}:{key.strip()}=...")
         given[key.strip()] = _value(value.strip())
     return _named(name.strip()).from_dict(given)
+
+
+def _what(spec: object) -> str:
+    return f"the class {spec.__name__}" if isinstance(spec, type) else type(spec).__name__
 
 
 def _named(name: str) -> type[Method]:

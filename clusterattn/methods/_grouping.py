@@ -1,4 +1,4 @@
-"""Queries into clusters: draw, start, refine, assign. Shared by the clustered family, over whole sequences or blocks."""
+"""Queries into clusters: draw, start, refine, assign. Shared by the clustered family, for whole sequences or blocks."""
 
 from __future__ import annotations
 
@@ -86,14 +86,6 @@ def centres(
             train, known, centroids, alive, updates=steps - 1, signs=where.signs, origin=origin, form=where.form
         )
     return Centres(centroids, alive, origin, where)
-
-
-def covariance(k: Tensor, valid: Tensor, heads: int) -> Tensor:
-    """Cov(K) over the valid keys, for each query head: k (b hk m d), valid (b m) -> (b h d d)."""
-    keys, real = wide(k), valid[:, None, :, None]
-    total = real.sum(2, keepdim=True).clamp(min=1)
-    centred = (keys - (keys * real).sum(2, keepdim=True) / total) * real
-    return (centred.mT @ centred / total).repeat_interleave(heads // k.shape[1], 1)
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -51,8 +51,8 @@ def or_self(answer: Attended, q: Tensor, k: Tensor, v: Tensor, call: Call) -> At
 def polytope(x: Tensor, drawn: Tensor, buckets: Tensor, call: Call) -> Tensor:
     """Cross-polytope hash: the nearest of ``buckets`` (b 1) random directions, taken with both signs, for each round.
 
-    x (b h n d), drawn (r directions d) -> (b h r n). With fewer valid tokens fewer directions take part, so that padding
-    does not change a hash.
+    x (b h n d), drawn (r directions d) -> (b h r n). With fewer valid tokens fewer directions take part, so that
+    padding does not change a hash.
     """
     half, directions = (buckets + 1) // 2, drawn.shape[1]
     taking_part = (torch.arange(directions, device=x.device) < half).repeat(1, 2).unsqueeze(1)  # (b 1 2*directions)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from .._errors import check_choice, check_whole
 from .._types import Attended, Call, Clusters, Groups, Method
+from ..ops._chunks import wide
 from ..ops.coarse import Coarse
 from ..ops.merge import NEVER, merge
 from . import _grouping
 from ._grouping import METRICS, STARTS
-from ._shared import count, own_block, wide
+from ._shared import count, own_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Clustered(Method):
     sample   train k-means on that many queries, then assign all; None trains on all of them
     bias     random thresholds in the hash, as the old code had them; the paper's threshold is 0
     block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by centroids
-    centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own: value-causal)
+    centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
+             value-causal)
     """
 
     name: ClassVar[str] = "clustered"
@@ -70,7 +72,7 @@ class Clustered(Method):
         alone = _grouping.ranks(valid).expand(b, h, n)
         if self.clusters >= n:
             return alone, alone, n
-        form = _grouping.covariance(k, call.mask.key_rows(q), h) if self.metric == "keys" else None
+        form = call.ops.covariance(k, call.mask.keys, h) if self.metric == "keys" else None
         where = self._space(d, form, call, q.device)
         points = where.points(q, call)
         labels = self._centres(points, valid, where, call).assign(points, call)

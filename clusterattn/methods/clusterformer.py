@@ -30,7 +30,7 @@ class ClusterFormerState:
 @dataclass(frozen=True, kw_only=True)
 class ClusterFormer(Method):
     """Tokens go to the centroid in which they hold the largest share (eqs. 2-4), are sorted by it (eq. 5), cut into as
-    many equal blocks as there are centroids, and attend to their own and the previous ``blocks - 1`` blocks (eqs. 8-10).
+    many equal blocks as there are centroids, and attend to their own and the ``blocks - 1`` blocks before (eqs. 8-10).
 
     ``points=`` (b n x) are the hidden states X W^C that are grouped, once for all heads; the queries when absent.
     Eq. 6 compares X with centroids of X W^C; both losses here use the points. Causal is the paper's masked variant with
@@ -130,4 +130,5 @@ class ClusterFormer(Method):
 
 def _root(n: int) -> int:
     """The square root, rounded up."""
-    return math.ceil(torch.sym_sqrt(n))
+    root: int = math.ceil(torch.sym_sqrt(n))
+    return root

@@ -1,4 +1,4 @@
-"""Softmax attention itself: the yardstick. Served by torch's SDPA; the only method for dense masks, biases and dropout."""
+"""Softmax attention itself: the yardstick. Served by torch's SDPA; alone in taking dense masks, biases and dropout."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Exact(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         if call.lse and call.attn_mask is None and call.dropout_p == 0.0:
-            return call.ops.bucketed(
-                q, k, v, tables.everyone(*q.shape[:3], k.shape[2], q.device), call.mask, call.scale
-            )
+            b, h, n, _ = q.shape
+            everyone = tables.everyone(b, h, n, k.shape[2], q.device)
+            return call.ops.bucketed(q, k, v, everyone, call.mask, call.scale)
         if call.attn_mask is None and call.mask.keys is None and not (call.mask.causal and call.mask.offset):
             mask, blind = None, None
         else:
             mask, blind = self._dense_mask(q, call)
+        grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=call.mask.causal and mask is None, dropout_p=call.dropout_p,
-            scale=call.scale, enable_gqa=True if k.shape[1] != q.shape[1] else False,  # a plain bool, also for symbolic shapes
+            scale=call.scale, enable_gqa=grouped,
         )  # fmt: skip
         if blind is not None:
             out = out.masked_fill(blind, 0.0)
@@ -42,7 +43,7 @@ class Exact(Method):
         return torch.arange(call.mask.m, device=device) > query_at.unsqueeze(-1)
 
     def _dense_mask(self, q: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """SDPA's attn_mask, and the rows (b 1 n 1) that see nothing: those are shown everything, against NaN, and wiped after."""
+        """SDPA's attn_mask, and the rows (b 1 n 1) that see nothing: shown everything, against NaN, and wiped after."""
         keys, given = call.mask.keys, call.attn_mask
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device) if keys is None else keys[:, None, None, :]
         if call.mask.causal:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call
+from ..ops._chunks import wide
 from ..ops.coarse import Coarse
 from ..ops.merge import NEVER
-from ._shared import wide
 from .clustered import Clustered
 
 MASSES = ("cluster", "softmax", "tangent")
@@ -25,7 +25,8 @@ class Improved(Clustered):
     """The ``top`` keys of each centroid are attended exactly by its queries; the far rest is averaged once per cluster.
 
     mass     how much the far part weighs for each query: "cluster" keeps the centroid's proportion of near to far
-             (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the centroid
+             (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the
+             centroid
     detach_mass  treat the near keys' share as a constant in backward, as the old code did (mass="cluster" only)
     """
 
@@ -65,8 +66,8 @@ class Improved(Clustered):
     def _same_share(
         self, q: Tensor, labels: Tensor, keys: Tensor, values: Tensor, bias: Tensor, said: Coarse, call: Call
     ) -> Attended:
-        """Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for the
-        cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand."""
+        """Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for
+        the cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand."""
         empty = said.far.lse == NEVER
         ratio = torch.where(empty, NEVER, said.far.lse - torch.where(said.near_lse == NEVER, 0.0, said.near_lse))
         far = ratio.sigmoid()[..., None, None]

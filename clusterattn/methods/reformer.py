@@ -23,8 +23,9 @@ class Reformer(Method):
     """Self-attention with shared queries and keys: the keys are the unit-norm queries, **k is not used**.
 
     Tokens are sorted by a random cross-polytope hash and cut into chunks; a chunk sees itself and the one before it
-    (around the circle, within its round). A token sees itself only when it sees nobody else. Two scalings are published:
-    the default scale (1/sqrt(d), reformer-pytorch), and none after the normalisation (trax, Hugging Face): scale=1.0.
+    (around the circle, within its round). A token sees itself only when it sees nobody else. Two scalings are
+    published: the default scale (1/sqrt(d), reformer-pytorch), and none after the normalisation (trax, Hugging Face):
+    scale=1.0.
     """
 
     name: ClassVar[str] = "reformer"
@@ -50,9 +51,8 @@ class Reformer(Method):
         order = tables.valid_first(hashes, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
         table = tables.cut(order, start, stop, self.chunk)  # (b h*r chunks seats)
         keys = tables.look_back(table, used, 2)
-        return Buckets(
-            *(x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys)), self.rounds
-        ), None
+        table, keys = (x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys))
+        return Buckets(table, keys, self.rounds), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

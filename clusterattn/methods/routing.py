@@ -30,7 +30,7 @@ class RoutingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Method):
-    """Each centroid takes its ``window`` nearest queries and keys; a token may be taken by several centroids or by none.
+    """Each centroid takes its ``window`` nearest queries and keys; a token may be taken by several centroids or none.
 
     A query taken by none goes to its nearest centroid all the same, and one that finds no key there (causal) to itself.
     Tokens are compared on the unit sphere. Without ``state`` the centroids come from each sequence's own tokens; with

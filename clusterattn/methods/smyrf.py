@@ -1,4 +1,4 @@
-"""SMYRF (Daras et al. 2020): balanced buckets from random projections of asymmetrically transformed queries and keys."""
+"""SMYRF (Daras et al. 2020): balanced buckets from random projections of queries and keys, transformed to match."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Smyrf(Method):
         bucket = torch.arange(most, device=q.device)
 
         def seat(scores: Tensor, valid: Tensor, real: Tensor, seats: int, shared: int) -> Tensor:
-            """Cut the order of the scores into buckets, all rounds at once. ``shared``: the fewest tokens of a bucket."""
+            """Cut the order of the scores into buckets, all rounds at once. ``shared``: a bucket's fewest tokens."""
             real = real.view(-1, 1, 1)
             order = tables.valid_first(scores, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
             start, stop = bucket * real // needed, (bucket + 1) * real // needed

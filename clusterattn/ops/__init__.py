@@ -15,7 +15,7 @@ from ._jit import why_no_kernels
 from .bucketed import bucketed
 from .coarse import Coarse, coarse, top_keys
 from .fine import fine
-from .kmeans import assign, codes, farthest, lloyd, means
+from .kmeans import assign, codes, covariance, farthest, lloyd, means
 from .rows import broadcast, take
 
 BACKENDS = ("auto", "reference", "triton")
@@ -26,6 +26,7 @@ class Ops:
     """The verbs as one backend serves them: each keeps the contract written in its folder."""
 
     codes: Callable[..., Tensor]
+    covariance: Callable[..., Tensor]
     farthest: Callable[..., Tensor]
     lloyd: Callable[..., Tensor]
     assign: Callable[..., Tensor]
@@ -38,13 +39,14 @@ class Ops:
     bucketed: Callable[..., Attended]
 
 
-WITH_KERNELS = ("lloyd", "assign", "means", "take", "broadcast", "coarse", "fine", "bucketed")
+WITH_KERNELS = ("covariance", "lloyd", "assign", "means", "take", "broadcast", "coarse", "fine", "bucketed")
 
 
 def _served_by(backend: str) -> Ops:
     verb = partial(partial, backend=backend)
     return Ops(
-        codes=codes, farthest=farthest, lloyd=verb(lloyd), assign=verb(assign), means=verb(means),
+        codes=codes,
+        covariance=verb(covariance), farthest=farthest, lloyd=verb(lloyd), assign=verb(assign), means=verb(means),
         take=verb(take), broadcast=verb(broadcast),
         coarse=verb(coarse), top_keys=top_keys, fine=verb(fine), bucketed=verb(bucketed),
     )  # fmt: skip
@@ -54,7 +56,7 @@ _TABLES = {backend: _served_by(backend) for backend in BACKENDS}
 
 
 def choose(backend: str) -> Ops:
-    """The verbs for this call. "auto" takes the fastest that can serve it, "triton" insists on kernels where a verb has one."""
+    """The verbs for this call. "auto" takes the fastest that can serve it, "triton" insists on a verb's kernel."""
     if backend not in _TABLES:
         raise bad_value(f"backend one of {', '.join(BACKENDS)}", repr(backend), 'backend="auto"')
     return _TABLES[backend]

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from .._errors import bad_value
 
+__all__ = [
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "serve", "tl", "triton",
+    "why_no_kernels",
+]  # fmt: skip
+
 try:
     import triton
     import triton.language as tl
@@ -19,9 +24,8 @@ try:
 except ImportError:  # CPU-only installations of torch come without it
     triton, tl, HAVE_TRITON = None, None, False
 
-INTERPRETING = HAVE_TRITON and bool(
-    triton.knobs.runtime.interpret
-)  # TRITON_INTERPRET=1: kernels run on a CPU, for tests
+# TRITON_INTERPRET=1: kernels run on a CPU, for tests
+INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
@@ -64,7 +68,7 @@ def _say_once(verb: str, reason: str) -> None:
 
 def serve(verb: str, backend: str, reason: str | None) -> bool:
     """Does a kernel serve this call? "auto" says once why not, "triton" insists."""
-    if backend == "reference":
+    if backend == "reference" or (backend == "auto" and INTERPRETING):  # interpreting is for those who ask
         return False
     if reason is None:
         return True

@@ -1,7 +1,7 @@
 """Moving whole rows: take them by position, hand a cluster's row to its members.
 
-On a CPU both are plain indexing. On a GPU the gradient of plain indexing adds with atomics, in another order every time; the
-kernels' versions add in the order of the positions.
+On a CPU both are plain indexing. On a GPU the gradient of plain indexing adds with atomics, in another order every
+time; the kernels' versions add in the order of the positions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import rows_kernels
 from ._jit import serve, why_no_kernels
 
 
@@ -69,7 +70,7 @@ _take.register_autograd(_give_back, setup_context=_keep)
 
 @torch.library.custom_op("clusterattn::broadcast", mutates_args=())
 def _broadcast(rows: Tensor, labels: Tensor) -> Tensor:
-    return _plain_take(rows, labels)
+    return rows_kernels.broadcast(rows, labels)
 
 
 @_broadcast.register_fake
@@ -106,11 +107,10 @@ def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
 def broadcast(per_cluster: Tensor, labels: Tensor, *, backend: str = "reference") -> Tensor:
     """Hand a cluster's row (b h c x) or number (b h c) to its members (b h n x) or (b h n); 0 for label -1."""
     number = per_cluster.dim() == 3
-    rows = F.pad(
-        per_cluster.unsqueeze(-1) if number else per_cluster, (0, 0, 0, 1)
-    )  # the last row is for those without one
-    labels = torch.where(labels < 0, rows.shape[2] - 1, labels)
-    handed = (
-        _broadcast(rows, labels) if serve("broadcast", backend, why_no_kernels(rows)) else _plain_take(rows, labels)
-    )
+    rows = per_cluster.unsqueeze(-1) if number else per_cluster
+    if serve("broadcast", backend, why_no_kernels(rows)):
+        handed: Tensor = _broadcast(rows, labels)
+    else:
+        rows = F.pad(rows, (0, 0, 0, 1))  # one more row for those without a cluster
+        handed = _plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))
     return handed.squeeze(-1) if number else handed

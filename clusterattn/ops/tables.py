@@ -42,7 +42,7 @@ def look_back(table: Tensor, used: Tensor, blocks: int) -> Tensor:
 
 
 def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
-    """Queries of one cluster in tiles of ``seats``: the table (b h g seats) and the first tile of each cluster (b h c+1).
+    """Queries of one cluster in tiles of ``seats``: the table (b h g seats), and each cluster's first tile (b h c+1).
 
     g = ceil(n / seats) + clusters is always enough, whatever the labels; label -1 is seated nowhere.
     """
@@ -64,7 +64,7 @@ def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
 
 
 def family_of(first: Tensor, g: int) -> Tensor:
-    """The cluster of each of g tiles, from the first tile of each cluster (b h c+1): (b h g). Unused tiles: the last one."""
+    """The cluster of each of g tiles, from each cluster's first tile (b h c+1): (b h g). Unused tiles: the last one."""
     tile = torch.arange(g, device=first.device).expand(*first.shape[:2], g).contiguous()
     return (torch.searchsorted(first, tile, right=True) - 1).clamp(max=first.shape[-1] - 2)
 

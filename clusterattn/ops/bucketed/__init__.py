@@ -1,7 +1,7 @@
 """bucketed: attention inside each bucket; a token in several buckets merges its answers by lse.
 
-Behind a torch.library op with its backward written by hand: the loop over buckets stays out of compiled graphs (one graph
-serves every length), and what is kept for backward is q, k, v, out and lse, whatever the number of rounds.
+Behind a torch.library op with its backward written by hand: the loop over buckets stays out of compiled graphs (one
+graph serves every length), and what is kept for backward is q, k, v, out and lse, whatever the number of rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("clusterattn::bucketed_backward", mutates_args=())
 def _bucketed_backward(
     d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Optional[Tensor],
-    queries: Tensor, keys: Tensor, low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], families: Optional[Tensor],
+    queries: Tensor, keys: Tensor,
+    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], families: Optional[Tensor],
     scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)

@@ -1,7 +1,8 @@
 """Attention inside buckets: a tile of gathered queries walks over its bucket's gathered keys, flash style.
 
-Where a query has seats in several rounds, every seat writes its own answer and a second kernel joins them in the order of the
-rounds. Gradients of keys are written seat by seat as well and added up by a sorted list of each key's seats: no atomics.
+Where a query has seats in several rounds, every seat writes its own answer and a second kernel joins them in the order
+of the rounds. Gradients of keys are written seat by seat as well and added up by a sorted list of each key's seats: no
+atomics.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def _meetings(LOW, HIGH, RANK, lead, query, key, n, m, rounds):
 
 @jit
 def bucketed_fwd_kernel(
-    Q, K, V, BIAS, QUERIES, KEYS, LOW, HIGH, RANK, OUT, LSE, n, m, d, e, g, s, z, rounds, heads, group, scale, offset, left, right,
+    Q, K, V, BIAS, QUERIES, KEYS, LOW, HIGH, RANK, OUT, LSE,
+    n, m, d, e, g, s, z, rounds, heads, group, scale, offset, left, right,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
     HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, OTHERS: tl.constexpr, ONCE: tl.constexpr,
     BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
@@ -241,8 +243,9 @@ def bucketed_bwd_kv_kernel(
     HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, OTHERS: tl.constexpr, SHARED: tl.constexpr,
     BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys. SHARED: neighbouring buckets that sit with the same keys (FIRST[i] to FIRST[i+1]) are
-    gone through by one program, which writes to the keys themselves; otherwise each bucket writes to its own seats."""
+    """Gradients of a tile of keys. SHARED: neighbouring buckets that sit with the same keys (FIRST[i] to FIRST[i+1])
+    are gone through by one program, which writes to the keys themselves; otherwise each bucket writes to its own seats.
+    """
     which, lead = tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, lead % heads
     place, dims, values = tl.program_id(0) * BZ + tl.arange(0, BZ), tl.arange(0, BD), tl.arange(0, BE)
@@ -314,19 +317,19 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, roun
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, how: Seating
-) -> tuple[tuple[Tensor, ...], tuple[object, ...], tuple[int, ...], dict[str, object]]:
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, object]]:
     """What all kernels of a call are given: tensors, sizes, strides and tiles."""
-    (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
+    (h, n, d), (hk, m, e) = q.shape[1:], v.shape[1:]
     (g, s), z = how.queries.shape[2:], how.keys.shape[3]
-    met = how.low is not None
-    tensors = (q, k, v, how.bias if how.bias is not None else q, how.queries, how.keys,
-               *((how.low, how.high, how.rank) if met else (q, q, q)))  # fmt: skip
+    bias, low, high, rank = (x if x is not None else q for x in (how.bias, how.low, how.high, how.rank))
+    tensors = (q, k, v, bias, how.queries, how.keys, low, high, rank)
     rounds = how.low.shape[2] if how.low is not None else 1
     sizes = (n, m, d, e, g, s, z, rounds, h, h // hk)
-    wide = power(d) + power(e)
-    tiles = {
-        "BS": min(64 if wide <= 256 else 32, power(s)), "BZ": min(64 if wide <= 256 else 32, power(z)), "BD": power(d), "BE": power(e),
-        "HAS_BIAS": how.bias is not None, "HAS_MEETINGS": met, "OTHERS": how.others, "PRECISION": precision(q), "num_warps": 4,
+    most = 64 if power(d) + power(e) <= 256 else 32
+    tiles: dict[str, object] = {
+        "BS": min(most, power(s)), "BZ": min(most, power(z)), "BD": power(d), "BE": power(e),
+        "HAS_BIAS": how.bias is not None, "HAS_MEETINGS": how.low is not None, "OTHERS": how.others,
+        "PRECISION": precision(q), "num_warps": 4,
     }  # fmt: skip
     return tensors, sizes, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tiles
 
@@ -355,21 +358,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating, rounds: int) -> tuple
     (g, s), once = how.queries.shape[2:], rounds == 1
     out = torch.zeros(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.full((b, h, n), float("-inf"), dtype=torch.float32, device=q.device)
-    part, part_lse = (out, lse) if once else (
-        torch.empty(b * h * g * s, e, dtype=v.dtype, device=q.device), torch.empty(b * h * g * s, dtype=torch.float32, device=q.device)
-    )  # fmt: skip
+    part, part_lse = out, lse
+    if not once:
+        part = torch.empty(b * h * g * s, e, dtype=v.dtype, device=q.device)
+        part_lse = torch.empty(b * h * g * s, dtype=torch.float32, device=q.device)
+    numbers = (*sizes, how.scale * LOG2E, how.offset, how.left, how.right, *strides)
     bucketed_fwd_kernel[(_triton.cdiv(s, tiles["BS"]), g, b * h)](
-        *tensors,
-        part,
-        part_lse,
-        *sizes,
-        how.scale * LOG2E,
-        how.offset,
-        how.left,
-        how.right,
-        *strides,
-        ONCE=once,
-        **tiles,
+        *tensors, part, part_lse, *numbers, ONCE=once, **tiles
     )
     if not once:
         tile = 32
@@ -383,8 +378,8 @@ def backward(
     d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
     families: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """families (b h c+1): bucket numbers at which the keys of cluster i begin, where buckets come in such families and the
-    keys of family i are i*z ... (i+1)*z."""
+    """families (b h c+1): bucket numbers at which the keys of cluster i begin, where buckets come in such families and
+    the keys of family i are i*z ... (i+1)*z."""
     q, k, v, how = rows(q), rows(k), rows(v), _plain(how)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, how.queries.shape[2:], how.keys.shape[3]
@@ -407,8 +402,9 @@ def backward(
     dk = torch.empty(lead, buckets * z, d, dtype=k.dtype, device=q.device)
     dv = torch.empty(lead, buckets * z, e, dtype=v.dtype, device=q.device)
     d_bias = torch.empty(lead, buckets * z if how.bias is not None else 0, dtype=torch.float32, device=q.device)
+    first = families.contiguous() if families is not None else how.queries
     bucketed_bwd_kv_kernel[(_triton.cdiv(z, tiles["BZ"]), buckets, lead)](
-        *tensors[:6], families.contiguous() if families is not None else tensors[4], *tensors[6:], dy, base2, delta, dk, dv, d_bias,
+        *tensors[:6], first, *tensors[6:], dy, base2, delta, dk, dv, d_bias,
         *numbers, SHARED=families is not None, **tiles,
     )  # fmt: skip
     if families is None:

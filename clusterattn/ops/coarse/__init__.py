@@ -57,7 +57,8 @@ def _(
 
 @torch.library.custom_op("clusterattn::coarse_backward", mutates_args=())
 def _coarse_backward(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor,
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
     out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, near_bits: Tensor,
     scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -113,4 +114,5 @@ def _(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) 
 
 def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int) -> Tensor:
     """The best visible keys of every query, by exhaustive search: (b h n t)."""
-    return _top_keys(q.detach() * scale, k.detach(), mask.keys, top, mask.causal)
+    near_at: Tensor = _top_keys(q.detach() * scale, k.detach(), mask.keys, top, mask.causal)
+    return near_at

@@ -85,7 +85,7 @@ def forward(
         if few:
             best, at = p.scores.topk(few, -1, sorted=False)
             near_lse[place] = best.logsumexp(-1).view(shape)
-            near_at[(*place, slice(0, few))] = torch.where(best == NEVER, -1, at).view(*shape, few)
+            near_at[..., :few][place] = torch.where(best == NEVER, -1, at).view(*shape, few)
             p.scores.scatter_(-1, at, NEVER)
         if p.seen == 0:
             continue
@@ -104,7 +104,8 @@ def forward(
 
 
 def backward(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor,
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
     out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, how: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]

@@ -1,7 +1,7 @@
 """kmeans: who is alike. codes, farthest starts, Lloyd's steps, the assignment of everybody, and the members' means.
 
-Torch.library ops, so that a compiled graph holds one node per call rather than steps x chunks of them. Only ``means`` has a
-gradient.
+Torch.library ops, so that a compiled graph holds one node per call rather than steps x chunks of them. Only ``means``
+has a gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._chunks import wide
 from .._jit import serve
 from ..rows import take
-from . import kernels, reference
+from . import kernels, moments, reference
 
 
 @torch.library.custom_op("clusterattn::lloyd", mutates_args=())
@@ -22,7 +22,8 @@ def _lloyd(
     points: Tensor, valid: Tensor, origin: Optional[Tensor], centroids: Tensor, alive: Tensor, form: Optional[Tensor],
     updates: int, signs: bool, triton: bool,
 ) -> Tensor:  # fmt: skip
-    return (kernels if triton else reference).lloyd(points, valid, origin, centroids, alive, form, updates, signs)
+    lloyd = kernels.lloyd if triton else reference.lloyd
+    return lloyd(points, valid, origin, centroids, alive, form, updates, signs)
 
 
 @_lloyd.register_fake
@@ -40,7 +41,8 @@ def _assign(
     signs: bool,
     triton: bool,
 ) -> Tensor:
-    return (kernels if triton else reference).assign(points, origin, centroids, alive, form, signs)
+    assign = kernels.assign if triton else reference.assign
+    return assign(points, origin, centroids, alive, form, signs)
 
 
 @_assign.register_fake
@@ -56,6 +58,17 @@ def _farthest(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tenso
 @_farthest.register_fake
 def _(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], signs: bool) -> Tensor:
     return points.new_empty((points.shape[0], clusters), dtype=torch.int64)
+
+
+@torch.library.custom_op("clusterattn::covariance", mutates_args=())
+def _covariance(k: Tensor, keep: Optional[Tensor], triton: bool) -> Tensor:
+    return moments.covariance(k, keep) if triton else reference.covariance(k, keep)
+
+
+@_covariance.register_fake
+def _(k: Tensor, keep: Optional[Tensor], triton: bool) -> Tensor:
+    b, hk, _, d = k.shape
+    return k.new_empty((b, hk, d, d), dtype=torch.promote_types(k.dtype, torch.float32))
 
 
 @torch.library.custom_op("clusterattn::sums", mutates_args=())
@@ -106,15 +119,16 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
 
 def lloyd(
     points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, *,
-    updates: int, signs: bool = False, origin: Tensor | None = None, form: Tensor | None = None, backend: str = "reference",
+    updates: int, signs: bool = False, origin: Tensor | None = None, form: Tensor | None = None,
+    backend: str = "reference",
 ) -> Tensor:  # fmt: skip
     """Centroids (... c w) after ``updates`` rounds over the valid points (... n w). ``alive`` (... c) may win points.
 
-    origin (... 1 w) is taken off the points, and is what the centroids are relative to; form (... w w) makes the metric;
-    signs: points are codes, the metric is Hamming's.
+    origin (... 1 w) is taken off the points, and is what the centroids are relative to; form (... w w) makes the
+    metric; signs: points are codes, the metric is Hamming's.
     """
     lead = points.shape[:-2]
-    flat = _lloyd(
+    flat: Tensor = _lloyd(
         _four(points), _flat(valid, lead, 1), _flat(origin, lead, 2), _flat(centroids, lead, 2), _flat(alive, lead, 1),
         _flat(form, lead, 2), updates, signs, serve("lloyd", backend, kernels.why_not(points)),
     )  # fmt: skip
@@ -127,9 +141,9 @@ def assign(
 ) -> Tensor:  # fmt: skip
     """The best centroid of every point: (... n). With ``signs`` simply the largest product."""
     lead = points.shape[:-2]
-    flat = _assign(
-        _four(points), _flat(origin, lead, 2), _flat(centroids, lead, 2), _flat(alive, lead, 1), _flat(form, lead, 2), signs,
-        serve("assign", backend, kernels.why_not(points)),
+    flat: Tensor = _assign(
+        _four(points), _flat(origin, lead, 2), _flat(centroids, lead, 2), _flat(alive, lead, 1), _flat(form, lead, 2),
+        signs, serve("assign", backend, kernels.why_not(points)),
     )  # fmt: skip
     return flat.view(*lead, points.shape[-2])
 
@@ -139,14 +153,20 @@ def farthest(
 ) -> Tensor:
     """Positions (... c) of points far apart in the metric, -1 once the valid ones are used up."""
     lead = points.shape[:-2]
-    flat = _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2), signs)
+    flat: Tensor = _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2), signs)
     return flat.view(*lead, clusters)
 
 
 def means(x: Tensor, members: Tensor, counts: Tensor, *, backend: str = "reference") -> Tensor:
-    """The mean of the members of each cluster (b h c d), with gradient to x; 0 for an empty cluster. members -1: nobody's.
+    """The mean of each cluster's members (b h c d), with gradient to x; 0 for an empty cluster. members -1: nobody's.
 
     In the dtype of x: whoever compares a query with its centroid must see the centroid that attended.
     """
-    sums = _sums(x, members, counts.shape[-1], serve("means", backend, kernels.why_not(x)))
+    sums: Tensor = _sums(x, members, counts.shape[-1], serve("means", backend, kernels.why_not(x)))
     return (sums / counts.clamp(min=1).unsqueeze(-1)).to(x.dtype)
+
+
+def covariance(k: Tensor, keep: Tensor | None, heads: int, *, backend: str = "reference") -> Tensor:
+    """Cov(K) over the real keys, for each query head: k (b hk m d), keep (b m) -> (b h d d). No gradient."""
+    cov: Tensor = _covariance(k, keep, serve("covariance", backend, kernels.why_not(k)))
+    return cov if heads == k.shape[1] else cov.repeat_interleave(heads // k.shape[1], 1)

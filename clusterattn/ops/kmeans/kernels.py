@@ -62,7 +62,7 @@ def sums_fwd_kernel(
     for first in range(split * per, min(n, (split + 1) * per), BN):
         at = first + tl.arange(0, BN)
         real = at < min(n, (split + 1) * per)
-        label = tl.load(LABELS + lead * n + at, mask=real, other=-1)
+        label = tl.load(LABELS + lead * n + at, mask=real, other=-1).to(tl.int32)
         x = tl.load(
             base + at.to(tl.int64)[:, None] * sxn + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0
         )
@@ -144,7 +144,8 @@ def _prepare(
     splits = totals.shape[1] if sums is not None else 0
     tile = 32
     update_kernel[(_triton.cdiv(c, tile), lead)](
-        totals, counts, centroids, form if form is not None else centroids, alive, w, offset, c, d, splits, int(sums is not None),
+        totals, counts, centroids, form if form is not None else centroids, alive, w, offset,
+        c, d, splits, int(sums is not None),
         HAS_FORM=form is not None, SIGNS=signs, BC=tile, BD=power(d), num_warps=4,
     )  # fmt: skip
     return w, offset
@@ -156,7 +157,8 @@ def _assign(points: Tensor, origin: Tensor | None, w: Tensor, offset: Tensor) ->
     tile, warps = _tile(points)
     assign_fwd_kernel[(_triton.cdiv(n, tile), b * h)](
         points, origin if origin is not None else w, w, offset, labels, n, d, c, h, *points.stride()[:3],
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)), PRECISION=precision(points), num_warps=warps,
+        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)),
+        PRECISION=precision(points), num_warps=warps,
     )  # fmt: skip
     return labels
 
@@ -173,8 +175,10 @@ def sums(points: Tensor, origin: Tensor | None, labels: Tensor, clusters: int) -
     totals = torch.empty(b * h, splits, clusters, d, dtype=torch.float32, device=points.device)
     counts = torch.empty(b * h, splits, clusters, dtype=torch.float32, device=points.device)
     sums_fwd_kernel[(splits, _triton.cdiv(clusters, columns), b * h)](
-        points, origin if origin is not None else totals, labels, totals, counts, n, d, clusters, h, splits, per, *points.stride()[:3],
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=columns, PRECISION=precision(points), num_warps=max(warps, 8),
+        points, origin if origin is not None else totals, labels, totals, counts,
+        n, d, clusters, h, splits, per, *points.stride()[:3],
+        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=columns,
+        PRECISION=precision(points), num_warps=max(warps, 8),
     )  # fmt: skip
     return totals, counts
 

@@ -90,6 +90,18 @@ def lloyd(
     return centroids
 
 
+def covariance(k: Tensor, keep: Tensor | None) -> Tensor:
+    """Cov(K) over the real keys: k (b hk m d), keep (b m) -> (b hk d d)."""
+    keys = wide(k)
+    if keep is None:
+        centred, total = keys - keys.mean(2, keepdim=True), keys.new_full((1, 1, 1, 1), float(k.shape[2]))
+    else:
+        real = keep[:, None, :, None]
+        total = real.sum(2, keepdim=True).clamp(min=1)
+        centred = (keys - (keys * real).sum(2, keepdim=True) / total) * real
+    return centred.mT @ centred / total
+
+
 def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
     """Positions (lead c) of points that lie far apart: first the farthest from the mean, then always the point
     farthest from all chosen ones. -1 once the valid points are used up."""

@@ -1,0 +1,74 @@
+"""The draws as one launch each: the arithmetic of _draw.py, line by line."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .ops._jit import jit, tl
+from .ops._jit import triton as _triton
+
+
+@jit
+def _mix(x):
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x5BD1E995) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x31848BAB) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+@jit
+def bits_kernel(COUNTER, OUT, total, low, high, stream, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counter = tl.load(COUNTER + at, mask=at < total, other=0).to(tl.int64)
+    x = _mix((counter + low) & 0xFFFFFFFF)
+    x = _mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
+    salt = counter * 0 + stream  # int64, also where the launch has turned stream into a constant
+    tl.store(OUT + at, _mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF), mask=at < total)
+
+
+def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
+    counter = counter.contiguous()
+    out = torch.empty_like(counter, dtype=torch.int64)
+    total = counter.numel()
+    if total:
+        bits_kernel[(_triton.cdiv(total, 1024),)](
+            counter, out, total, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, BLOCK=1024, num_warps=4
+        )
+    return out
+
+
+@jit
+def lottery_kernel(SEEN, WANTED, OUT, n, most, low, high, stream, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr):
+    """SEEN (lead n): how many valid tokens stand at or before each position."""
+    lead = tl.program_id(1).to(tl.int64)
+    lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(SEEN + lead * n + n - 1)
+    wanted = total * 0 + most
+    if HAS_WANTED:
+        wanted = tl.load(WANTED + lead)
+    x = _mix((lot + low) & 0xFFFFFFFF)
+    x = _mix(x ^ (((lot >> 32) ^ high) & 0xFFFFFFFF))
+    x = _mix((x + 0x3C6EF372 * (lot * 0 + stream)) & 0xFFFFFFFF)
+    drawn = ((lot << 32) + x).to(tl.float64) * (total.to(tl.float64) / (wanted.to(tl.float64) * 4294967296.0))
+    rank = tl.where(total > wanted, tl.minimum(drawn.to(tl.int64), total - 1), lot)
+    first, last = lot * 0, lot * 0 + n
+    for _ in range(32):  # the first position at which rank + 1 tokens have been seen
+        middle = (first + last) // 2
+        seen = tl.load(SEEN + lead * n + tl.minimum(middle, n - 1))
+        more = (seen < rank + 1) & (first < last)
+        last = tl.where(more | (first >= last), last, middle)
+        first = tl.where(more, middle + 1, first)
+    tl.store(OUT + lead * most + lot, tl.where((rank < total) & (lot < wanted), first, -1), mask=lot < most)
+
+
+def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Tensor | None) -> Tensor:
+    lead, n = valid.shape[:-1], valid.shape[-1]
+    seen = valid.cumsum(-1).contiguous()
+    out = torch.empty(*lead, most, dtype=torch.int64, device=valid.device)
+    if out.numel():
+        lottery_kernel[(_triton.cdiv(most, 128), out.numel() // most)](
+            seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, n, most,
+            seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,117 @@
+"""The Triton kernels against their references, with the groups given: on a GPU for real, elsewhere interpreted.
+
+conftest.py sets TRITON_INTERPRET=1 where there is no GPU. The interpreter knows no bf16, so fp16 stands in for it there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clusterattn as ca
+from clusterattn import _draw
+from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+# (b h hk n m d e): grouped heads, odd lengths, key and value dimensions that are no power of two
+SELF = (1, 2, 1, 70, 70, 16, 24)
+CROSS = (2, 2, 2, 37, 83, 20, 12)
+SPECS = [
+    "clustered:clusters=6,block=32,bits=15,steps=2",
+    "improved:clusters=6,top=5,block=32,bits=15,steps=2",
+    "improved:clusters=6,top=5,block=32,bits=15,steps=2,mass=softmax",
+    "refined:clusters=6,top=5,block=32",
+    "refined:clusters=20,top=33,block=32",
+    "smyrf:q_seats=16,k_seats=16,rounds=2",
+    "smyrf:q_seats=16,k_seats=16,rounds=2,dedup=true",
+    "local:window=9",
+]
+SELF_ONLY = ["reformer:chunk=16,rounds=2", "clusterformer:clusters=4"]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    b, h, hk, n, m, d, e = shape
+    draw = torch.Generator().manual_seed(7)
+    sizes = ((b, h, n, d), (b, hk, m, d), (b, hk, m, e), (b, h, n, e))
+    q, k, v, d_out = (torch.randn(size, generator=draw).to(DEVICE, dtype) for size in sizes)
+    keep = torch.ones(b, m, dtype=torch.bool, device=DEVICE)
+    keep[0, m - 9 :] = False
+    return [q, k, v], keep, d_out
+
+
+def answers(spec: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> dict[str, list[torch.Tensor]]:
+    """out, lse and gradients: by kernels, by the reference in the same dtype, and by the reference in fp64."""
+    x, keep, d_out = inputs(shape, dtype)
+    options = {"method": spec, "key_mask": keep, "causal": causal}
+    groups = ca.groups(x[0], x[1], backend="reference", **options)
+    found = {}
+    for name, kind, backend in (
+        ("kernel", dtype, "triton"), ("again", dtype, "triton"), ("plain", dtype, "reference"), ("exact", torch.float64, "reference")
+    ):  # fmt: skip
+        mine = [t.to(kind).requires_grad_() for t in x]
+        out, lse = ca.attention(*mine, groups=groups, return_lse=True, backend=backend, **options)
+        total = (out * d_out.to(kind)).sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
+        gradients = torch.autograd.grad(total, mine, allow_unused=True)
+        found[name] = [out, lse, *(g for g in gradients if g is not None)]
+    return found
+
+
+def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    assert torch.equal(got.isfinite(), exact.isfinite())
+    return float((got.double() - exact)[exact.isfinite()].abs().max())
+
+
+CASES = [(spec, shape, causal) for spec in SPECS for shape in (SELF, CROSS) for causal in (False, True)]
+CASES += [(spec, SELF, causal) for spec in SELF_ONLY for causal in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(
+    ("spec", "shape", "causal"), CASES, ids=[f"{s}-n{x[3]}-{'causal' if c else 'all'}" for s, x, c in CASES]
+)
+def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    found = answers(spec, shape, dtype, causal)
+    rounding = torch.finfo(dtype).eps
+    for place, (kernel, again, plain, exact) in enumerate(zip(*found.values(), strict=True)):
+        assert torch.equal(kernel, again), "the same inputs give the same bits"
+        factor, least = (2 if place < 2 else 3), rounding * float(exact[exact.isfinite()].abs().max())
+        assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), 4 * least)
+
+
+@pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
+def test_groups_are_equally_good(metric: str) -> None:
+    """k-means by kernels: nearly every label equal; a different one is a tie within rounding."""
+    (q, k, _), keep, _ = inputs((1, 2, 2, 90, 90, 16, 16), torch.float32)
+    one, two = (
+        ca.groups(
+            q, k, method=ca.Clustered(clusters=7, metric=metric, steps=3, bits=15), key_mask=keep, backend=backend
+        )
+        for backend in ("reference", "triton")
+    )
+    assert (one.labels == two.labels).float().mean() > 0.98
+    assert torch.allclose(one.means, two.means, atol=0.2)
+
+
+def test_draws_are_the_same_on_every_device() -> None:
+    from clusterattn._draw_kernels import bits
+
+    counter = torch.arange(500) * 7 + (5 << 32)
+    for seed, stream in ((0, 1), (1, 2), (123456789012345, 9)):
+        assert torch.equal(bits(counter.to(DEVICE), seed, stream).cpu(), _draw.bits(counter, seed, stream))
+
+
+def test_triton_refuses_what_it_cannot_serve() -> None:
+    q = torch.randn(1, 1, 8, 4, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"wanted .* got .*fp64.* try"):
+        ca.attention(q, q, q, method="smyrf", backend="triton")
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="only an interpreter could be taken by mistake")
+def test_auto_never_interprets() -> None:
+    from clusterattn.ops._jit import serve
+
+    assert not serve("coarse", "auto", None)
