@@ -1,6 +1,6 @@
 """The Triton kernels against their references, with the groups given: on a GPU for real, elsewhere interpreted.
 
-conftest.py sets TRITON_INTERPRET=1 where there is no GPU. The interpreter knows no bf16, so fp16 stands in for it there.
+conftest.py sets TRITON_INTERPRET=1 where there is no GPU. The interpreter knows no bf16: fp16 stands in for it there.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tenso
 
 
 def answers(spec: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> dict[str, list[torch.Tensor]]:
-    """out, lse and gradients: by kernels, by the reference in the same dtype, and by the reference in fp64."""
+    """out, lse and gradients: by kernels (twice), by the reference in the same dtype, and by the reference in fp64."""
     x, keep, d_out = inputs(shape, dtype)
     options = {"method": spec, "key_mask": keep, "causal": causal}
     groups = ca.groups(x[0], x[1], backend="reference", **options)
     found = {}
-    for name, kind, backend in (
-        ("kernel", dtype, "triton"), ("again", dtype, "triton"), ("plain", dtype, "reference"), ("exact", torch.float64, "reference")
-    ):  # fmt: skip
+    runs = {"kernel": (dtype, "triton"), "again": (dtype, "triton"), "plain": (dtype, "reference")}
+    for name, (kind, backend) in {**runs, "exact": (torch.float64, "reference")}.items():
         mine = [t.to(kind).requires_grad_() for t in x]
         out, lse = ca.attention(*mine, groups=groups, return_lse=True, backend=backend, **options)
         total = (out * d_out.to(kind)).sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
@@ -78,8 +77,8 @@ def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: boo
     rounding = torch.finfo(dtype).eps
     for place, (kernel, again, plain, exact) in enumerate(zip(*found.values(), strict=True)):
         assert torch.equal(kernel, again), "the same inputs give the same bits"
-        factor, least = (2 if place < 2 else 3), rounding * float(exact[exact.isfinite()].abs().max())
-        assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), 4 * least)
+        factor, least = (2 if place < 2 else 3), 8 * rounding * float(exact.detach()[exact.isfinite()].abs().max())
+        assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
 
 
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])

@@ -1,4 +1,4 @@
-"""Cov(K) on tensor cores: how the keys see the distance between two queries. Split over the keys, added in a fixed order."""
+"""Cov(K) on tensor cores: how the keys see the distance between two queries. Split over the keys, added in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def moments_kernel(
     K, KEEP, SECOND, FIRST, m, d, heads, splits, stretch, skb, skh, skm,
     HAS_KEEP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of k kT and of (k, 1) over a stretch of the keys, relative to the first key: a shared offset costs no digits."""
+    """Sums of k kT and of (k, 1) over a stretch of keys, relative to the first key: a shared offset costs no digits."""
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     base = K + (lead // heads) * skb + (lead % heads) * skh
