@@ -11,7 +11,7 @@ from .._jit import jit, power, precision, tl
 from .._jit import triton as _triton
 from .reference import Reach
 
-SEGMENT = 8192  # scores of one row that one program searches
+SEGMENT = 1024  # scores of one row that one program, of one warp, searches
 
 
 @jit
@@ -127,7 +127,7 @@ def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> t
     value = torch.zeros(lead * clusters, segments, top, dtype=torch.int32 if half else torch.int64, device=c.device)
     at = torch.empty(lead * clusters, segments, top, dtype=torch.int32, device=c.device)
     candidates_kernel[(lead * clusters, segments)](
-        scores, value, at, m, top, segments, SEGMENT=min(SEGMENT, power(m)), WIDTH=width, num_warps=8 if m > 2048 else 4
+        scores, value, at, m, top, segments, SEGMENT=min(SEGMENT, power(m)), WIDTH=width, num_warps=1
     )
     near = torch.full((lead, clusters, top), -1, dtype=torch.int64, device=c.device)
     bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
