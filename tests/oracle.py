@@ -163,8 +163,8 @@ def sure_choice(q: Tensor, k: Tensor, labels: Tensor, seen: Tensor, top: int, ep
 
 def merge_rows(one: Row, other: Row) -> Row:
     """Two answers over different keys as one."""
-    if float(one[1]) == NOBODY or float(other[1]) == NOBODY:
-        return other if float(one[1]) == NOBODY else one
+    if float(one[1].detach()) == NOBODY or float(other[1].detach()) == NOBODY:
+        return other if float(one[1].detach()) == NOBODY else one
     lse = torch.logaddexp(one[1], other[1])
     return (one[1] - lse).exp() * one[0] + (other[1] - lse).exp() * other[0], lse
 

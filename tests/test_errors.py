@@ -47,7 +47,7 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "generator of another kind": ("generator", lambda: attend(generator=3)),
     "seed of another kind": ("seed", lambda: attend(seed="three")),
     "unknown backend": ("cuda", lambda: attend(backend="cuda")),
-    "no such kernel here": ("Triton", lambda: attend(backend="triton")),
+    "no such kernel": ("Triton", lambda: ca.attention(*(t.double() for t in (Q, K, V)), backend="triton")),
     "unknown method": ("improve", lambda: attend(method="improve")),
     "unknown setting": ("cluster", lambda: attend(method="improved:cluster=3")),
     "setting of another kind": ("clusters", lambda: attend(method="improved:clusters=many")),
