@@ -15,8 +15,8 @@ def bad_type(wanted: str, got: object, advice: str) -> TypeError:
     return TypeError(complaint(wanted, str(got), advice))
 
 
-def check_whole(owner: str, **counts: int | None) -> None:
-    """Each named setting is a whole number of at least 1 (or None where the caller filtered it)."""
+def check_whole(owner: str, **counts: int) -> None:
+    """Each named setting is a whole number of at least 1."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise bad_value(f"{owner}({name}=a whole number >= 1)", f"{name}={value!r}", f"{name}=1 or more")

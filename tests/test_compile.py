@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The reference path indexes directly; these ops exist for the sake of a kernel in their backward.
+# The reference path indexes directly; these ops exist for the sake of a kernel in their backward: see test_kernels.py.
 KERNELS_ALONE = {"take", "take_backward", "broadcast", "broadcast_backward"}
 
 

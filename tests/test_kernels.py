@@ -95,6 +95,27 @@ def test_groups_are_equally_good(metric: str) -> None:
     assert torch.allclose(one.means, two.means, atol=0.2)
 
 
+def test_opcheck_with_kernels() -> None:
+    """The ops as kernels serve them; take and broadcast are served by nothing else (see test_compile.py)."""
+    ops = torch.ops.clusterattn
+    (q, k, v), keep, _ = inputs((1, 2, 1, 12, 14, 16, 16), torch.float32)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    at = torch.tensor([[[0, 3, 3], [5, -1, 0]]], device=DEVICE)
+    queries = torch.arange(12, device=DEVICE).view(1, 1, 2, 6).expand(1, 2, 2, 6)
+    keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
+    seating = (None, queries, keys, None, None, None, None, 0.25, 2, -1, 0, False, 1, True)
+    for op, args in (
+        (ops.take, (k, at)),
+        (ops.broadcast, (q, at)),
+        (ops.sums, (q, at.repeat(1, 1, 4), 6, True)),
+        (ops.covariance, (k.detach(), keep, True)),
+        (ops.coarse, (q, k, v, keep, 0.25, 3, True, 0, 0, 0, True)),
+        (ops.coarse, (q, k, v, None, 0.25, 3, False, 6, 4, 4, True)),
+        (ops.bucketed, (q, k, v, *seating)),
+    ):
+        torch.library.opcheck(op, args)
+
+
 def test_draws_are_the_same_on_every_device() -> None:
     from clusterattn._draw_kernels import bits
 

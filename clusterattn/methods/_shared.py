@@ -8,7 +8,6 @@ from torch import Tensor
 from .._types import Attended, Buckets, Call
 from ..ops._chunks import wide
 from ..ops.merge import NEVER, merge
-from ..ops.rows import take
 
 
 def count(members: Tensor, clusters: int) -> Tensor:
@@ -43,8 +42,8 @@ def or_self(answer: Attended, q: Tensor, k: Tensor, v: Tensor, call: Call) -> At
     real = call.mask.key_rows(q)[:, at.clamp(min=0)] & (at >= 0)  # (b n)
     at = at.clamp(min=0).expand(b, h, n)
     alone = (answer.lse == NEVER) & real.unsqueeze(1)
-    lse = (wide(q) * wide(take(k, at))).sum(-1) * call.scale
-    out = torch.where(alone.unsqueeze(-1), take(v, at).to(answer.out.dtype), answer.out)
+    lse = (wide(q) * wide(call.ops.take(k, at))).sum(-1) * call.scale
+    out = torch.where(alone.unsqueeze(-1), call.ops.take(v, at).to(answer.out.dtype), answer.out)
     return Attended(out, torch.where(alone, lse, answer.lse))
 
 
