@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +65,10 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
             fresh, state = room.group(wiped[0], wiped[1], call)
-        groups = fresh if groups is None else _known(room, groups, q, k)
-        answer = room.attend(*wiped, groups, call)
+        if groups is None:
+            answer = room.attend(*wiped, fresh, replace(call, fresh=True))
+        else:
+            answer = room.attend(*wiped, _known(room, groups, q, k), call)
     return _pack(_finish(answer, v.dtype, call.mask.queries), state, return_lse, return_state)
 
 
@@ -245,7 +248,7 @@ def _with_extras(
         except RuntimeError:
             shape = (*q.shape[:3], k.shape[2])
             raise bad_value(f"attn_mask that broadcasts to {shape}", tuple(attn_mask.shape), "(b 1 n m)") from None
-    return Call(call.mask, call.scale, call.seed, call.ops, lse, state, keep_state, call.points, attn_mask, dropout_p)
+    return replace(call, lse=lse, state=state, keep_state=keep_state, attn_mask=attn_mask, dropout_p=dropout_p)
 
 
 def _known(room: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:

@@ -18,7 +18,7 @@ from .ops._jit import HAVE_TRITON
 # Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
 _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
 _LOW = 0xFFFFFFFF
-STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE = 1, 2, 3, 4
+STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS = 1, 2, 3, 4, 5
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -89,3 +89,29 @@ def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Optional[T
 @lottery.register_fake
 def _(valid: Tensor, seed: int, stream: int, most: int, wanted: Optional[Tensor] = None) -> Tensor:
     return valid.new_empty((*valid.shape[:-1], most), dtype=torch.int64)
+
+
+@torch.library.custom_op("clusterattn::strata", mutates_args=())
+def strata(like: Tensor, n: int, seed: int, stream: int, most: int) -> Tensor:
+    """The lottery where all n tokens are valid: the same positions for every sequence, (most,), on like's device."""
+    if _in_one_launch(like):
+        return _draw_kernels.strata(n, seed, stream, most, like.device)
+    lot = torch.arange(most, device=like.device)
+    if n <= most:
+        return torch.where(lot < n, lot, -1)
+    rank: Tensor = ((lot << 32) + bits(lot, seed, stream)).double() * (n / (most * 2.0**32))
+    return rank.long().clamp(max=n - 1)
+
+
+@strata.register_fake
+def _(like: Tensor, n: int, seed: int, stream: int, most: int) -> Tensor:
+    return like.new_empty((most,), dtype=torch.int64)
+
+
+def some(valid: Tensor | None, like: Tensor, n: int, seed: int, stream: int, most: int) -> Tensor:
+    """``most`` of n tokens for each of the sequences ``like`` (b h ... n d): (b h ... most), -1 where there are fewer.
+
+    valid (b 1 ... n), or None when all tokens are real. The draw is shared by the heads.
+    """
+    drawn: Tensor = strata(like, n, seed, stream, most) if valid is None else lottery(valid, seed, stream, most)
+    return drawn.expand(*like.shape[:-2], most)

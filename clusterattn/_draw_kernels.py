@@ -39,6 +39,32 @@ def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
 
 
 @jit
+def _rank(lot, total, wanted, low, high, stream):
+    """The rank, among ``total`` tokens, that lot number ``lot`` of ``wanted`` draws from its own stretch of them."""
+    x = _mix((lot + low) & 0xFFFFFFFF)
+    x = _mix(x ^ (((lot >> 32) ^ high) & 0xFFFFFFFF))
+    x = _mix((x + 0x3C6EF372 * (lot * 0 + stream)) & 0xFFFFFFFF)
+    drawn = ((lot << 32) + x).to(tl.float64) * (total.to(tl.float64) / (wanted.to(tl.float64) * 4294967296.0))
+    return tl.where(total > wanted, tl.minimum(drawn.to(tl.int64), total - 1), lot)
+
+
+@jit
+def strata_kernel(OUT, n, most, low, high, stream, BLOCK: tl.constexpr):
+    lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
+    tl.store(OUT + lot, tl.where(rank < n, rank, -1), mask=lot < most)
+
+
+def strata(n: int, seed: int, stream: int, most: int, device: torch.device) -> Tensor:
+    out = torch.empty(most, dtype=torch.int64, device=device)
+    if most:
+        strata_kernel[(_triton.cdiv(most, 128),)](
+            out, n, most, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, BLOCK=128, num_warps=4
+        )
+    return out
+
+
+@jit
 def lottery_kernel(SEEN, WANTED, OUT, n, most, low, high, stream, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr):
     """SEEN (lead n): how many valid tokens stand at or before each position."""
     lead = tl.program_id(1).to(tl.int64)
@@ -47,11 +73,7 @@ def lottery_kernel(SEEN, WANTED, OUT, n, most, low, high, stream, HAS_WANTED: tl
     wanted = total * 0 + most
     if HAS_WANTED:
         wanted = tl.load(WANTED + lead)
-    x = _mix((lot + low) & 0xFFFFFFFF)
-    x = _mix(x ^ (((lot >> 32) ^ high) & 0xFFFFFFFF))
-    x = _mix((x + 0x3C6EF372 * (lot * 0 + stream)) & 0xFFFFFFFF)
-    drawn = ((lot << 32) + x).to(tl.float64) * (total.to(tl.float64) / (wanted.to(tl.float64) * 4294967296.0))
-    rank = tl.where(total > wanted, tl.minimum(drawn.to(tl.int64), total - 1), lot)
+    rank = _rank(lot, total, wanted, low, high, stream)
     first, last = lot * 0, lot * 0 + n
     for _ in range(32):  # the first position at which rank + 1 tokens have been seen
         middle = (first + last) // 2

@@ -61,6 +61,14 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Roll:
+    """The queries sorted by cluster: cluster i holds ``order[first[i] : first[i + 1]]``; nobody's come last."""
+
+    order: Tensor  # (b*h n)
+    first: Tensor  # (b*h c+2)
+
+
+@dataclass(frozen=True)
 class Clusters:
     """Who is alike. Labels carry no gradient, means do.
 
@@ -73,6 +81,7 @@ class Clusters:
     counts: Tensor  # (b h c) members of each cluster
     means: Tensor  # (b h c d) mean of the members
     members: Tensor  # (b h n), -1 = no cluster
+    roll: Roll | None = None  # of the members, where kernels read it
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class Call:
     scale: float
     seed: int
     ops: Ops
+    fresh: bool = False  # were the groups made in this call? Then their means belong to these very queries
     lse: bool = False  # is the log-weight wanted? Some methods save work when it is not
     state: Any = None
     keep_state: bool = False

@@ -103,25 +103,64 @@ def test_opcheck_with_kernels() -> None:
     at = torch.tensor([[[0, 3, 3], [5, -1, 0]]], device=DEVICE)
     queries = torch.arange(12, device=DEVICE).view(1, 1, 2, 6).expand(1, 2, 2, 6)
     keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
-    seating = (None, queries, keys, None, None, None, None, 0.25, 2, -1, 0, False, 1, True)
+    seating = (None, queries, keys, None, None, None, 0.25, 2, -1, 0, False, 1, True)
+    labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
+    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.roll(labels, 3)
     for op, args in (
         (ops.take, (k, at)),
-        (ops.broadcast, (q, at)),
-        (ops.sums, (q, at.repeat(1, 1, 4), 6, True)),
-        (ops.covariance, (k.detach(), keep, True)),
+        (ops.roll, (labels, 3)),
+        (ops.broadcast, (c, labels, None, None)),
+        (ops.broadcast, (c, labels, order, first)),
+        (ops.means, (q, labels, order, first, 3, True)),
+        (ops.codes, (q.detach(), k[0, 0].detach().mT.contiguous(), None)),
+        (ops.kmeans, (q.detach(), None, at, None, None, 1, False, True)),
+        (ops.covariance, (k.detach(), keep, None, True)),
+        (ops.covariance, (k.detach(), None, at[:, :1], True)),
         (ops.coarse, (q, k, v, keep, 0.25, 3, True, 0, 0, 0, True)),
         (ops.coarse, (q, k, v, None, 0.25, 3, False, 6, 4, 4, True)),
+        (ops.near_and_far, (q, c, k, v, keep, order, first, 0.25, 3, 0, 0, 0, 1, False)),
+        (ops.near_and_far, (q, c, k, v, None, order, first, 0.25, 3, 0, 0, 0, 2, True)),
         (ops.bucketed, (q, k, v, *seating)),
     ):
         torch.library.opcheck(op, args)
 
 
+@pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150)])
+def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
+    labels = torch.randint(-1, clusters, (1, 3, n), generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    order, first = torch.ops.clusterattn.roll(labels, clusters)
+    home = torch.where(labels[0] < 0, clusters, labels[0])
+    assert torch.equal(order.long(), home.argsort(dim=-1, stable=True))
+    counts = torch.stack([torch.bincount(one, minlength=clusters + 1) for one in home])
+    assert torch.equal(first[:, 1:].long(), counts.cumsum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(("m", "top"), [(83, 5), (83, 83), (1400, 32), (2100, 3)])
+def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
+    """As a whole row and by groups: every chosen key scores at least as high as every other, within rounding."""
+    draw = torch.Generator().manual_seed(m)
+    c, k = (torch.randn(1, 2, n, 16, generator=draw).to(DEVICE, dtype) for n in (3, m))
+    near_at = torch.ops.clusterattn.coarse(c, k, k, None, 0.25, top, False, 0, 0, 0, True)[4]
+    scores = (c.double() @ k.double().mT) * 0.25
+    assert near_at.shape == (1, 2, 3, top)
+    assert torch.equal(near_at, near_at.unique_consecutive(dim=-1).sort(-1).values)  # all of them, each once
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, near_at, True)
+    worst = scores.masked_fill(~chosen, float("inf")).amin(-1)
+    best = scores.masked_fill(chosen, float("-inf")).amax(-1)
+    assert (worst >= best - 4 * torch.finfo(dtype).eps * scores.abs().amax()).all()
+
+
 def test_draws_are_the_same_on_every_device() -> None:
-    from clusterattn._draw_kernels import bits
+    from clusterattn._draw_kernels import bits, strata
 
     counter = torch.arange(500) * 7 + (5 << 32)
     for seed, stream in ((0, 1), (1, 2), (123456789012345, 9)):
         assert torch.equal(bits(counter.to(DEVICE), seed, stream).cpu(), _draw.bits(counter, seed, stream))
+        for n, most in ((1000, 37), (20, 37)):
+            mine = strata(n, seed, stream, most, torch.device(DEVICE)).cpu()
+            assert torch.equal(mine, _draw.strata(counter, n, seed, stream, most))
+            assert torch.equal(mine, _draw.lottery(torch.ones(1, n, dtype=torch.bool), seed, stream, most)[0])
 
 
 def test_triton_refuses_what_it_cannot_serve() -> None:

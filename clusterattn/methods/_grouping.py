@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _draw
 from .._types import Call
 from ..ops._chunks import wide
+from ..ops.kmeans import Centres
 
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
@@ -40,52 +41,26 @@ def space(metric: str, d: int, bits: int, bias: bool, form: Tensor | None, call:
     return Space(metric, drawn[:, :d].mT, drawn[:, d] if bias else None, None)
 
 
-@dataclass(frozen=True)
-class Centres:
-    """The result of k-means: enough to assign anybody."""
-
-    centroids: Tensor  # (... c w), relative to the origin
-    alive: Tensor  # (... c)
-    origin: Tensor | None  # (... 1 w)
-    space: Space
-
-    def assign(self, points: Tensor, call: Call) -> Tensor:
-        where = self.space
-        return call.ops.assign(
-            points, self.centroids, self.alive, signs=where.signs, origin=self.origin, form=where.form
-        )
-
-
 def centres(
-    points: Tensor, valid: Tensor, clusters: int, steps: int, start: str, sample: int | None, where: Space, call: Call
-) -> Centres:
-    """k-means over the valid points (... n w), valid (... n). ``steps`` counts assignments: the last one, of
-    everybody, is left to Centres.assign."""
+    points: Tensor, valid: Tensor | None, clusters: int, steps: int, start: str, sample: int | None, where: Space,
+    call: Call,
+) -> Centres:  # fmt: skip
+    """k-means over the points (... n w), valid (... n) or None: all. ``steps`` counts assignments: the last one, of
+    everybody, is left to ``nearest``."""
     n = points.shape[-2]
-
-    def pick(at: Tensor) -> Tensor:
-        lead, w = points.shape[:-2], points.shape[-1]
-        return points.gather(-2, at.clamp(min=0).expand(*lead, -1).unsqueeze(-1).expand(*lead, -1, w))
-
     pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
-    chosen = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, pool)  # shared by the heads
+    chosen = _draw.some(valid, points, n, call.seed, _draw.STREAM_STARTS, pool)
     if start == "far":
-        best = call.ops.farthest(pick(chosen), chosen >= 0, min(clusters, n), signs=where.signs, form=where.form)
-        chosen = torch.where(best >= 0, chosen.expand(*best.shape[:-1], -1).gather(-1, best.clamp(min=0)), -1)
-    alive, centroids, origin = chosen >= 0, wide(pick(chosen)), None
-    if not where.signs:
-        living = alive.unsqueeze(-1)
-        origin = (centroids * living).sum(-2, keepdim=True) / living.sum(-2, keepdim=True).clamp(min=1)
-        centroids = centroids - origin
-    if steps > 1:
-        train, known = points, valid
-        if sample is not None and sample < n:
-            drawn = _draw.lottery(valid, call.seed, _draw.STREAM_SAMPLE, sample)
-            train, known = pick(drawn), drawn >= 0
-        centroids = call.ops.lloyd(
-            train, known, centroids, alive, updates=steps - 1, signs=where.signs, origin=origin, form=where.form
-        )
-    return Centres(centroids, alive, origin, where)
+        rows = points.gather(-2, chosen.clamp(min=0).unsqueeze(-1).expand(*chosen.shape, points.shape[-1]))
+        best = call.ops.farthest(rows, chosen >= 0, min(clusters, n), signs=where.signs, form=where.form)
+        chosen = torch.where(best >= 0, chosen.gather(-1, best.clamp(min=0)), -1)
+    drawn = None
+    if steps > 1 and sample is not None and sample < n:
+        drawn = _draw.some(valid, points, n, call.seed, _draw.STREAM_SAMPLE, sample)
+    found: Centres = call.ops.kmeans(
+        points, valid, chosen, train_at=drawn, updates=steps - 1, signs=where.signs, form=where.form
+    )
+    return found
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several recipes share: centroids' members, blocks of positions, the last resort of looking at oneself."""
+"""What several recipes share: blocks of positions, the last resort of looking at oneself."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ import torch
 from torch import Tensor
 
 from .._types import Attended, Buckets, Call
-from ..ops._chunks import wide
-from ..ops.merge import NEVER, merge
-
-
-def count(members: Tensor, clusters: int) -> Tensor:
-    """How many members each cluster has: (b h c)."""
-    b, h, _ = members.shape
-    bins = torch.where(members < 0, clusters, members)
-    tally = torch.zeros(b, h, clusters + 1, dtype=torch.int64, device=members.device)
-    return tally.scatter_add(2, bins, torch.ones_like(bins))[..., :clusters]
+from ..ops.bucketed.reference import or_self as itself_at_least
+from ..ops.merge import merge
 
 
 def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attended:
@@ -37,27 +29,4 @@ def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attend
 
 def or_self(answer: Attended, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
     """A query that met no key it may see attends to the key at its own position, where that key is real."""
-    b, h, n, _ = q.shape
-    at = torch.arange(n, device=q.device) + call.mask.offset
-    real = call.mask.key_rows(q)[:, at.clamp(min=0)] & (at >= 0)  # (b n)
-    at = at.clamp(min=0).expand(b, h, n)
-    alone = (answer.lse == NEVER) & real.unsqueeze(1)
-    lse = (wide(q) * wide(call.ops.take(k, at))).sum(-1) * call.scale
-    out = torch.where(alone.unsqueeze(-1), call.ops.take(v, at).to(answer.out.dtype), answer.out)
-    return Attended(out, torch.where(alone, lse, answer.lse))
-
-
-def polytope(x: Tensor, drawn: Tensor, buckets: Tensor, call: Call) -> Tensor:
-    """Cross-polytope hash: the nearest of ``buckets`` (b 1) random directions, taken with both signs, for each round.
-
-    x (b h n d), drawn (r directions d) -> (b h r n). With fewer valid tokens fewer directions take part, so that
-    padding does not change a hash.
-    """
-    half, directions = (buckets + 1) // 2, drawn.shape[1]
-    taking_part = (torch.arange(directions, device=x.device) < half).repeat(1, 2).unsqueeze(1)  # (b 1 2*directions)
-    hashes = []
-    for one in range(drawn.shape[0]):
-        both = torch.cat([drawn[one], -drawn[one]]).expand(*x.shape[:2], -1, -1)
-        which = call.ops.assign(x, both, taking_part, signs=True)  # the largest product
-        hashes.append(torch.where(which < directions, which, which - directions + half.view(-1, 1, 1)))
-    return torch.stack(hashes, 2)
+    return itself_at_least(answer, q, k, v, call.mask, call.scale, call.ops.take)

@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _draw
 from .._errors import check_choice, check_whole
-from .._types import Attended, Call, Clusters, Groups, Method
+from .._types import Attended, Call, Clusters, Groups, Method, Roll
 from ..ops._chunks import wide
 from ..ops.coarse import Coarse
+from ..ops.kmeans import Centres
 from ..ops.merge import NEVER, merge
 from . import _grouping
 from ._grouping import METRICS, STARTS
-from ._shared import count, own_block
+from ._shared import own_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,8 @@ class Clustered(Method):
 
     metric   "hamming" (the paper), "euclid", or "keys" (distance as the keys see it, see Refined)
     start    "random" queries, or "far": queries that lie far apart
-    sample   train k-means on that many queries, then assign all; None trains on all of them
+    sample   train k-means on that many queries, and take the keys' metric from that many keys; then assign all.
+             None trains on all of them
     bias     random thresholds in the hash, as the old code had them; the paper's threshold is 0
     block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by centroids
     centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
@@ -61,25 +64,37 @@ class Clustered(Method):
     # ------------------------------------------------------------------ who is alike
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
-        q, k = q.detach(), k.detach()
-        labels, members, clusters = (self._by_block if call.mask.causal else self._whole)(q, k, call)
-        counts = count(members, clusters)
-        return Clusters(labels, counts, call.ops.means(q, members, counts), members), None
+        find = self._by_block if call.mask.causal else self._whole
+        labels, members, clusters = find(q.detach(), k.detach(), call)
+        roll = call.ops.roll(members, clusters, q)
+        means, counts = call.ops.means(q, members, clusters, roll=roll)
+        return Clusters(labels, counts, means, members, roll), None
 
     def _whole(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         b, h, n, d = q.shape
-        valid = call.mask.query_rows(q).unsqueeze(1)  # (b 1 n)
-        alone = _grouping.ranks(valid).expand(b, h, n)
+        valid = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)  # (b 1 n)
         if self.clusters >= n:
+            alone = _grouping.ranks(call.mask.query_rows(q).unsqueeze(1)).expand(b, h, n)
             return alone, alone, n
-        form = call.ops.covariance(k, call.mask.keys, h) if self.metric == "keys" else None
-        where = self._space(d, form, call, q.device)
+        where = self._space(d, self._form(k, h, call), call, q.device)
         points = where.points(q, call)
-        labels = self._centres(points, valid, where, call).assign(points, call)
-        labels = torch.where(valid, labels, -1)
-        # No more real queries than clusters: each is its own cluster, as it would be without the padding.
-        labels = torch.where(valid.sum(-1, keepdim=True) <= self.clusters, alone, labels)
+        labels = call.ops.nearest(points, self._centres(points, valid, where, call))
+        if valid is not None:
+            labels = torch.where(valid, labels, -1)
+            # No more real queries than clusters: each is its own cluster, as it would be without the padding.
+            labels = torch.where(valid.sum(-1, keepdim=True) <= self.clusters, _grouping.ranks(valid), labels)
         return labels, labels, self.clusters
+
+    def _form(self, k: Tensor, heads: int, call: Call) -> Tensor | None:
+        """The metric: how the keys, or a sample of them, see the distance between queries."""
+        if self.metric != "keys":
+            return None
+        m, keep, at = k.shape[2], call.mask.keys, None
+        if self.sample is not None and self.sample < m:
+            real = None if keep is None else keep.unsqueeze(1)
+            at = _draw.some(real, k, m, call.seed, _draw.STREAM_KEYS, self.sample)
+        form: Tensor = call.ops.covariance(k, keep, heads, at=at)
+        return form
 
     def _by_block(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         """Centroids for every block but the first, numbered block by block."""
@@ -102,26 +117,26 @@ class Clustered(Method):
         where = self._space(d, form, call, q.device)
         points = where.points(x, call)
         centres = self._centres(points[:, :, source], valid[:, :, source], where, call)
-        clusters = centres.centroids.shape[-2]
+        clusters = centres.right.shape[-2]
         shift = (torch.arange(blocks - 1, device=q.device) * clusters).view(-1, 1)
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
             return F.pad(labels, (0, 0, before, after), value=-1).view(b, h, width)[..., :n]
 
-        members = centres.assign(points[:, :, source], call)
+        members = call.ops.nearest(points[:, :, source], centres)
         if not past and clusters >= self.block:
             members = _grouping.ranks(valid[:, :, source]).expand(b, h, -1, -1)
         made = numbered(members, valid[:, :, source], 0 if past else 1, 1 if past else 0)
         if not past:
             return made, made, (blocks - 1) * clusters
-        answered = centres.assign(points[:, :, 1:], call)
+        answered = call.ops.nearest(points[:, :, 1:], centres)
         return numbered(answered, valid[:, :, 1:], 1, 0), made, (blocks - 1) * clusters
 
     def _space(self, d: int, form: Tensor | None, call: Call, device: torch.device) -> _grouping.Space:
         return _grouping.space(self.metric, d, self.bits, self.bias, form, call, device)
 
-    def _centres(self, points: Tensor, valid: Tensor, where: _grouping.Space, call: Call) -> _grouping.Centres:
+    def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:
         return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)
 
     # ------------------------------------------------------------------ what they answer
@@ -130,26 +145,31 @@ class Clustered(Method):
         assert isinstance(groups, Clusters)
         if groups.counts.shape[-1] == 0:
             return own_block(q, k, v, self.block, call)
-        means = call.ops.means(q, groups.members, groups.counts)
+        means, clusters, roll = groups.means, groups.counts.shape[-1], groups.roll
+        if not call.fresh:
+            roll = call.ops.roll(groups.members, clusters, q)
+            means, _ = call.ops.means(q, groups.members, clusters, roll=roll)
         if not call.mask.causal:
-            return self._answer(q, k, v, means, groups.labels, call, (0, 0, 0))
+            return self._answer(q, k, v, means, groups.labels, roll, call, (0, 0, 0))
+        if self.centroids_from == "past":  # those who listen to a centroid are not those who formed it
+            roll = call.ops.roll(groups.labels, clusters, q)
         blocks = (q.shape[2] + self.block - 1) // self.block
         reach = (means.shape[2] // (blocks - 1), call.mask.offset + self.block, self.block)
-        before = self._answer(q, k, v, means, groups.labels, replace(call, lse=True), reach)
+        before = self._answer(q, k, v, means, groups.labels, roll, replace(call, lse=True), reach)
         return merge(own_block(q, k, v, self.block, call), before)
 
     def _answer(
-        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any
+        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, roll: Roll | None, call: Call, reach: Any
     ) -> Attended:
         """Everybody hears the centroid; the log-weight, when wanted, is the tangent at the centroid (see Refined)."""
         said: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
-        lse, hand = said.far.lse, call.ops.broadcast
-        if call.lse:
-            lse = lse - (wide(means) * said.mean_key).sum(-1) * call.scale
+        hand = call.ops.broadcast
+        out = hand(said.far.out.to(v.dtype), labels, roll=roll)
+        if not call.lse:
+            return Attended(out, said.far.lse.new_zeros(()).expand(labels.shape))  # nobody will look
+        lse = said.far.lse - (wide(means) * said.mean_key).sum(-1) * call.scale
         lse = torch.where(labels < 0, NEVER, hand(lse, labels))
-        if call.lse:
-            lse = lse + (wide(q) * hand(said.mean_key, labels)).sum(-1) * call.scale
-        return Attended(hand(said.far.out.to(v.dtype), labels), lse)
+        return Attended(out, lse + (wide(q) * hand(said.mean_key, labels)).sum(-1) * call.scale)
 
     # ------------------------------------------------------------------ what it costs
 
@@ -166,7 +186,7 @@ class Clustered(Method):
         if self.metric == "hamming":
             total += n * d * self.bits
         if self.metric == "keys":
-            total += m * d * d + self.steps * self.clusters * d * d
+            total += min(self.sample or m, m) * d * d + self.steps * self.clusters * d * d
         if self.start == "far":
             pool = min(_grouping.FAR_POOL * self.clusters, n)
             total += pool * pool * w + (pool * d * d if self.metric == "keys" else 0)

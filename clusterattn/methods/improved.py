@@ -6,15 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call
-from ..ops._chunks import wide
-from ..ops.coarse import Coarse
-from ..ops.merge import NEVER
+from .._types import Attended, Call, Roll
 from .clustered import Clustered
 
 MASSES = ("cluster", "softmax", "tangent")
@@ -44,37 +39,13 @@ class Improved(Clustered):
             raise bad_value('detach_mass with mass="cluster"', f"mass={self.mass!r}", "detach_mass=False")
 
     def _answer(
-        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, call: Call, reach: Any
+        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, roll: Roll | None, call: Call, reach: Any
     ) -> Attended:
-        said: Coarse = call.ops.coarse(
-            means, k, v, call.mask, call.scale, top=self.top, tangent=self.mass == "tangent", blocks=reach
-        )
-        keys, values = (call.ops.take(x, said.near_at) for x in (k, v))  # (b h c t d), (b h c t e)
-        bias = torch.where(said.near_at < 0, NEVER, 0.0).to(said.far.lse.dtype)
-        if self.mass == "cluster":
-            return self._same_share(q, labels, keys, values, bias, said, call)
-        # The far part of a cluster acts as one more key: the mean far key, shifted so that its logit is the
-        # tangent of the far log-sum-exp at the centroid (or, with a zero key, that log-sum-exp itself).
-        far_key, level = torch.zeros_like(means), said.far.lse
-        if self.mass == "tangent":
-            far_key = said.mean_key.to(k.dtype)
-            level = level - (wide(means) * wide(far_key)).sum(-1) * call.scale
-        keys = torch.cat([keys, far_key.unsqueeze(3)], 3)
-        values = torch.cat([values, said.far.out.unsqueeze(3).to(v.dtype)], 3)
-        return call.ops.fine(q, labels, keys, values, torch.cat([bias, level.unsqueeze(3)], 3), call.scale)
-
-    def _same_share(
-        self, q: Tensor, labels: Tensor, keys: Tensor, values: Tensor, bias: Tensor, said: Coarse, call: Call
-    ) -> Attended:
-        """Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for
-        the cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand."""
-        empty = said.far.lse == NEVER
-        ratio = torch.where(empty, NEVER, said.far.lse - torch.where(said.near_lse == NEVER, 0.0, said.near_lse))
-        far = ratio.sigmoid()[..., None, None]
-        near_share = 1 - (far.detach() if self.detach_mass else far)
-        mixed = near_share * values + far * said.far.out.unsqueeze(3)
-        near = call.ops.fine(q, labels, keys, mixed.to(values.dtype), bias, call.scale)
-        return Attended(near.out, near.lse + call.ops.broadcast(F.softplus(ratio), labels))
+        answer: Attended = call.ops.near_and_far(
+            q, means, k, v, labels, call.mask, call.scale,
+            top=self.top, mass=self.mass, detach_mass=self.detach_mass, blocks=reach, roll=roll,
+        )  # fmt: skip
+        return answer
 
     def cost(self, n: int, m: int, d: int, e: int) -> int:
         tangent = self.mass == "tangent"

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 from math import log
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
-from ..ops._chunks import wide
-from ._shared import or_self, polytope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +34,24 @@ class Reformer(Method):
         check_whole("Reformer", rounds=self.rounds, chunk=self.chunk)
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, None]:
-        q = wide(q.detach())
-        valid = seated(q, call)
-        real = valid.sum(-1)
-        used, most = -(-real // self.chunk), max(-(-q.shape[2] // self.chunk), 1)
-        drawn = _draw.directions(self.rounds, (most + 1) // 2, q.shape[-1], call.seed, q)
-        hashes = polytope(q, drawn, used.clamp(min=1).unsqueeze(-1), call)
-        start = (torch.arange(most, device=q.device) * self.chunk).expand(q.shape[0], 1, -1)
-        stop = torch.minimum(start + self.chunk, real.view(-1, 1, 1))
-        order = tables.valid_first(hashes, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
-        table = tables.cut(order, start, stop, self.chunk)  # (b h*r chunks seats)
-        keys = tables.look_back(table, used, 2)
-        table, keys = (x.view(*q.shape[:2], self.rounds * most, x.shape[-1]) for x in (table, keys))
-        return Buckets(table, keys, self.rounds), None
+        q, full = q.detach(), call.mask.queries is None and call.mask.keys is None
+        valid = None if full else seated(q, call)
+        each = (max(-(-q.shape[2] // self.chunk), 1) + 1) // 2
+        drawn = call.ops.directions(self.rounds, each, q.shape[-1], call.seed, q)
+        used = None if valid is None else (-(-valid.sum(-1, keepdim=True) // self.chunk)).clamp(min=1)
+        hashes = call.ops.polytope(q, drawn, used)
+        return Buckets(*call.ops.chunked(hashes, valid, chunk=self.chunk), self.rounds), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        k = F.normalize(wide(q), dim=-1).to(q.dtype)
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale, others=True)
+        k = call.ops.unit(q)
+        if v.shape[1] != q.shape[1]:
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         # a pair met in every round weighs as much as in one: the lse is a mean over rounds
-        answer = Attended(answer.out, answer.lse - log(self.rounds))
-        return or_self(answer, q, k, v, call)
+        answer: Attended = call.ops.bucketed(
+            q, k, v, groups, call.mask, call.scale, others=True, less=log(self.rounds), or_self=True
+        )
+        return answer
 
     def cost(self, n: int, m: int, d: int, e: int) -> int:
         hashing = n * d * -(-n // self.chunk)

@@ -123,7 +123,7 @@ class Routing(Method):
 
     def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
-        labels = call.ops.assign(tokens.detach(), means, alive, signs=True)  # the largest product
+        labels = call.ops.assign(tokens.detach(), means, alive)
         labels = torch.where(valid, labels, means.shape[2])
         one_hot = F.one_hot(labels, means.shape[2] + 1)[..., :-1].to(tokens.dtype)  # (b h n c)
         counts = one_hot.sum((0, 2)).unsqueeze(-1)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
 from ..ops._chunks import wide
-from ._shared import or_self, polytope
+from ..ops.hashing.reference import lifts
+
+__all__ = ["Smyrf", "lifts"]
 
 TRANSFORMS = ("asymmetric", "e2lsh", "crosspolytope")
 
@@ -44,52 +44,38 @@ class Smyrf(Method):
         check_choice("Smyrf", "transform", self.transform, TRANSFORMS)
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, None]:
-        q, k = wide(q.detach()), wide(k.detach()).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(k)
-        real_q, real_k = valid_q.sum(-1), valid_k.sum(-1)
-        # The side that needs more buckets decides; the other spreads evenly over them.
-        needed = torch.maximum(-(-real_q // self.q_seats), -(-real_k // self.k_seats)).clamp(min=1).view(-1, 1, 1)
-        most = max(-(-q.shape[2] // self.q_seats), -(-k.shape[2] // self.k_seats), 1)
-        score_q, score_k = self._scores(q, k, valid_q, valid_k, needed, most, call)  # (b h r n), (b h r m)
-        bucket = torch.arange(most, device=q.device)
-
-        def seat(scores: Tensor, valid: Tensor, real: Tensor, seats: int, shared: int) -> Tensor:
-            """Cut the order of the scores into buckets, all rounds at once. ``shared``: a bucket's fewest tokens."""
-            real = real.view(-1, 1, 1)
-            order = tables.valid_first(scores, valid[:, None, None]).flatten(1, 2)  # (b h*r n)
-            start, stop = bucket * real // needed, (bucket + 1) * real // needed
-            stop = torch.maximum(stop, torch.minimum(start + shared, real))
-            table = tables.cut(order, start, torch.where(bucket < needed, stop, start), seats)
-            return table.view(*q.shape[:2], self.rounds * most, seats)
-
-        queries = seat(score_q, valid_q, real_q, min(self.q_seats, q.shape[2]), 0)
-        keys = seat(score_k, valid_k, real_k, min(self.k_seats, k.shape[2]), 1)
-        return Buckets(queries, keys, self.rounds), None
-
-    def _scores(
-        self, q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor, needed: Tensor, most: int, call: Call
-    ) -> tuple[Tensor, Tensor]:
-        d = q.shape[-1]
+        q, k, ops = q.detach(), k.detach(), call.ops
+        valid_q, valid_k = call.mask.queries, call.mask.keys
         if self.transform == "crosspolytope":
-            drawn = _draw.directions(self.rounds, (most + 1) // 2, d, call.seed, q)
-            return polytope(F.normalize(q, dim=-1), drawn, needed[:, 0], call), polytope(
-                F.normalize(k, dim=-1), drawn, needed[:, 0], call
-            )
-        drawn = _draw.directions(self.rounds, 1, d + 2, call.seed, q).squeeze(1)
-        score_q, score_k = (drawn[:, :d] @ x.mT for x in (q, k))
-        if self.transform == "asymmetric":
-            lift_q, lift_k = lifts(q, k, valid_q, valid_k)
-            score_q = score_q + drawn[:, d + 1, None] * lift_q.unsqueeze(2)
-            score_k = score_k + drawn[:, d, None] * lift_k.unsqueeze(2)
-        return score_q, score_k
+            score_q, score_k = self._hashes(q, k, call)
+        else:
+            drawn = ops.directions(self.rounds, 1, q.shape[-1] + 2, call.seed, q).squeeze(1)
+            lifted = self.transform == "asymmetric"
+            score_q, score_k = ops.scores(q, k, drawn, valid_q, valid_k, lifted=lifted)
+        tables = ops.balanced(score_q, score_k, valid_q, valid_k, q_seats=self.q_seats, k_seats=self.k_seats)
+        return Buckets(*tables, self.rounds), None
+
+    def _hashes(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """The nearest of as many random directions as there are buckets, for queries and keys alike."""
+        most = max(-(-q.shape[2] // self.q_seats), -(-k.shape[2] // self.k_seats), 1)
+        needed = None
+        if call.mask.queries is not None or call.mask.keys is not None:
+            sides = (call.mask.query_rows(q), self.q_seats), (call.mask.key_rows(k), self.k_seats)
+            needed = torch.maximum(*((-(-real.sum(-1, keepdim=True) // seats)) for real, seats in sides)).clamp(min=1)
+        drawn = call.ops.directions(self.rounds, (most + 1) // 2, q.shape[-1], call.seed, q)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        hash_q, hash_k = (call.ops.polytope(F.normalize(wide(x), dim=-1), drawn, needed) for x in (q, k))
+        return hash_q, hash_k
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
         meetings = self._meetings(groups, q.shape[2], k.shape[2]) if self.dedup else None
-        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale, meetings=meetings)
-        if not self.dedup:  # a pair met in every round weighs as much as in one: the lse is a mean over rounds
-            answer = Attended(answer.out, answer.lse - log(self.rounds))
-        return or_self(answer, q, k, v, call) if call.mask.causal else answer
+        # a pair met in every round weighs as much as in one: the lse is a mean over rounds
+        less = 0.0 if self.dedup else log(self.rounds)
+        answer: Attended = call.ops.bucketed(
+            q, k, v, groups, call.mask, call.scale, meetings=meetings, less=less, or_self=call.mask.causal
+        )
+        return answer
 
     def _meetings(self, groups: Buckets, n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
         """For each round: the bucket of every query as a half-open span, and the bucket of every key."""
@@ -113,14 +99,3 @@ class Smyrf(Method):
         pairs = most * -(-n // most) * -(-m // most)
         width = d * most if self.transform == "crosspolytope" else d + 2
         return self.rounds * ((n + m) * width + pairs * (d + e))
-
-
-def lifts(q: Tensor, k: Tensor, valid_q: Tensor, valid_k: Tensor) -> tuple[Tensor, Tensor]:
-    """The extra coordinate of each query and key, (b h n) and (b h m), that brings all of them to one norm:
-    P(q) = [q; 0; lift_q], Q(k) = [k; lift_k; 0] have |P| = |Q| and P(q).Q(k) = q.k. Padding has no say in the norm."""
-    norm_q, norm_k = q.square().sum(-1), k.square().sum(-1)
-    most = sum(
-        x.masked_fill(~valid.unsqueeze(1), 0.0).amax(-1, keepdim=True)
-        for x, valid in ((norm_q, valid_q), (norm_k, valid_k))
-    )
-    return (most - norm_q).clamp(min=0).sqrt(), (most - norm_k).clamp(min=0).sqrt()

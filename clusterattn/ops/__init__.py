@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_value
-from .._types import Attended
+from .._types import Attended, Roll
 from ._jit import why_no_kernels
 from .bucketed import bucketed
 from .coarse import Coarse, coarse, top_keys
-from .fine import fine
-from .kmeans import assign, codes, covariance, farthest, lloyd, means
+from .fine import near_and_far
+from .hashing import balanced, chunked, directions, polytope, scores, unit
+from .kmeans import Centres, assign, codes, covariance, farthest, kmeans, lloyd, means, nearest
+from .roll import roll
 from .rows import broadcast, take
 
 BACKENDS = ("auto", "reference", "triton")
@@ -28,27 +30,42 @@ class Ops:
     codes: Callable[..., Tensor]
     covariance: Callable[..., Tensor]
     farthest: Callable[..., Tensor]
+    kmeans: Callable[..., Centres]
+    nearest: Callable[..., Tensor]
     lloyd: Callable[..., Tensor]
     assign: Callable[..., Tensor]
-    means: Callable[..., Tensor]
+    roll: Callable[..., Roll | None]
+    means: Callable[..., tuple[Tensor, Tensor]]
     take: Callable[..., Tensor]
     broadcast: Callable[..., Tensor]
     coarse: Callable[..., Coarse]
     top_keys: Callable[..., Tensor]
-    fine: Callable[..., Attended]
+    near_and_far: Callable[..., Attended]
     bucketed: Callable[..., Attended]
+    directions: Callable[..., Tensor]
+    scores: Callable[..., tuple[Tensor, Tensor]]
+    polytope: Callable[..., Tensor]
+    balanced: Callable[..., tuple[Tensor, Tensor]]
+    chunked: Callable[..., tuple[Tensor, Tensor]]
+    unit: Callable[..., Tensor]
 
 
-WITH_KERNELS = ("covariance", "lloyd", "assign", "means", "take", "broadcast", "coarse", "fine", "bucketed")
+WITH_KERNELS = (
+    "codes", "covariance", "kmeans", "nearest", "lloyd", "assign", "roll", "means", "take", "broadcast", "coarse",
+    "near_and_far", "bucketed", "directions", "scores", "polytope", "balanced", "chunked", "unit",
+)  # fmt: skip
 
 
 def _served_by(backend: str) -> Ops:
     verb = partial(partial, backend=backend)
     return Ops(
-        codes=codes,
-        covariance=verb(covariance), farthest=farthest, lloyd=verb(lloyd), assign=verb(assign), means=verb(means),
+        codes=verb(codes),
+        covariance=verb(covariance), farthest=farthest, kmeans=verb(kmeans), nearest=verb(nearest),
+        lloyd=verb(lloyd), assign=verb(assign), roll=verb(roll), means=verb(means),
         take=verb(take), broadcast=verb(broadcast),
-        coarse=verb(coarse), top_keys=top_keys, fine=verb(fine), bucketed=verb(bucketed),
+        coarse=verb(coarse), top_keys=top_keys, near_and_far=verb(near_and_far), bucketed=verb(bucketed),
+        directions=verb(directions), scores=verb(scores), polytope=verb(polytope),
+        balanced=verb(balanced), chunked=verb(chunked), unit=verb(unit),
     )  # fmt: skip
 
 

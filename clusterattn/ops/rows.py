@@ -6,13 +6,14 @@ time; the kernels' versions add in the order of the positions.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import rows_kernels
+from .._types import Roll
+from . import roll_kernels, rows_kernels
 from ._jit import serve, why_no_kernels
 
 
@@ -69,34 +70,42 @@ _take.register_autograd(_give_back, setup_context=_keep)
 
 
 @torch.library.custom_op("clusterattn::broadcast", mutates_args=())
-def _broadcast(rows: Tensor, labels: Tensor) -> Tensor:
+def _broadcast(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
     return rows_kernels.broadcast(rows, labels)
 
 
 @_broadcast.register_fake
-def _(rows: Tensor, labels: Tensor) -> Tensor:
+def _(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
     return rows.new_empty((*labels.shape, rows.shape[-1]))
 
 
 @torch.library.custom_op("clusterattn::broadcast_backward", mutates_args=())
-def _broadcast_backward(d_rows: Tensor, labels: Tensor, clusters: int) -> Tensor:
-    from .kmeans.kernels import sums
+def _broadcast_backward(
+    d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int
+) -> Tensor:
+    from .kmeans.kernels import member_sums
 
-    b, h, n, x = d_rows.shape
-    total = sums(d_rows.contiguous(), None, labels.reshape(b * h, n), clusters)[0].sum(1)
-    return total.view(b, h, clusters, x).to(d_rows.dtype)
+    b, h, n = labels.shape
+    if order is None or first is None:
+        order, first = roll_kernels.by_label(labels.reshape(b * h, n), clusters)
+    return member_sums(d_rows, order, first, d_rows.dtype, mean=False)[0]
 
 
 @_broadcast_backward.register_fake
-def _(d_rows: Tensor, labels: Tensor, clusters: int) -> Tensor:
+def _(d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int) -> Tensor:
     return d_rows.new_empty((*labels.shape[:2], clusters, d_rows.shape[-1]))
 
 
-def _give_back_broadcast(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-    return _broadcast_backward(d_rows, ctx.saved_tensors[0], ctx.shape[2]), None
+def _keep_labels(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+    ctx.clusters = inputs[0].shape[2]
 
 
-_broadcast.register_autograd(_give_back_broadcast, setup_context=_keep)
+def _give_back_broadcast(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
+    return _broadcast_backward(d_rows, *ctx.saved_tensors, ctx.clusters), None, None, None
+
+
+_broadcast.register_autograd(_give_back_broadcast, setup_context=_keep_labels)
 
 
 def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
@@ -104,12 +113,18 @@ def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
     return _take(x, at) if serve("take", backend, why_no_kernels(x)) else _plain_take(x, at)
 
 
-def broadcast(per_cluster: Tensor, labels: Tensor, *, backend: str = "reference") -> Tensor:
-    """Hand a cluster's row (b h c x) or number (b h c) to its members (b h n x) or (b h n); 0 for label -1."""
+def broadcast(
+    per_cluster: Tensor, labels: Tensor, *, roll: Roll | None = None, backend: str = "reference"
+) -> Tensor:
+    """Hand a cluster's row (b h c x) or number (b h c) to its members (b h n x) or (b h n); 0 for label -1.
+
+    roll: of the labels, which spares backward making it.
+    """
     number = per_cluster.dim() == 3
     rows = per_cluster.unsqueeze(-1) if number else per_cluster
     if serve("broadcast", backend, why_no_kernels(rows)):
-        handed: Tensor = _broadcast(rows, labels)
+        order, first = (roll.order, roll.first) if roll is not None else (None, None)
+        handed: Tensor = _broadcast(rows, labels, order, first)
     else:
         rows = F.pad(rows, (0, 0, 0, 1))  # one more row for those without a cluster
         handed = _plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))

@@ -6,12 +6,13 @@ ranks ``low``/``high`` (b h r n) that query i meets in each round are given: its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..._types import Attended, Mask
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
 from ..rows import flat_index
@@ -162,3 +163,17 @@ def backward(
         dv.view(b, hk, m, e),
         d_bias.view(b, h, m if how.bias is not None else 0),
     )
+
+
+def or_self(
+    answer: Attended, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, take: Callable[..., Tensor]
+) -> Attended:
+    """A query that met no key it may see attends to the key at its own position, where that key is real."""
+    b, h, n, _ = q.shape
+    at = torch.arange(n, device=q.device) + mask.offset
+    real = mask.key_rows(q)[:, at.clamp(min=0)] & (at >= 0)  # (b n)
+    at = at.clamp(min=0).expand(b, h, n)
+    alone = (answer.lse == NEVER) & real.unsqueeze(1)
+    lse = (wide(q) * wide(take(k, at))).sum(-1) * scale
+    out = torch.where(alone.unsqueeze(-1), take(v, at).to(answer.out.dtype), answer.out)
+    return Attended(out, torch.where(alone, lse, answer.lse))

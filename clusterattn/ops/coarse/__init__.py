@@ -15,7 +15,7 @@ from ..._types import Attended, Mask
 from .._chunks import no_autocast
 from .._jit import serve
 from . import kernels, reference
-from .reference import Reach
+from .reference import Reach as Reach
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def _coarse_backward(
 def _(
     d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv = k.dtype if rest[-1] else d_lse.dtype
-    return c.new_empty(c.shape, dtype=d_lse.dtype), k.new_empty(k.shape, dtype=kv), v.new_empty(v.shape, dtype=kv)
+    dtype = k.dtype if rest[-1] else d_lse.dtype
+    dc, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (c, k, v))
+    return dc, dk, dv
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:

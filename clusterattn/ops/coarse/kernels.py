@@ -28,12 +28,24 @@ def _near(BITS, lead, row, rows, words, first, key, BM: tl.constexpr):
 
 
 @jit
+def _near_down(BITS, lead, row, rows, words, first, key):
+    """The same with the keys down and the rows across."""
+    low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
+    high = tl.load(
+        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
+    )
+    word = tl.where((key - first < 32)[:, None], low[None, :], high[None, :])
+    return ((word >> (key % 32)[:, None]) & 1) != 0
+
+
+@jit
 def coarse_fwd_kernel(
-    C, K, V, KEEP, BITS, OUT, MEAN, STATS, rows, m, d, e, heads, group, scale, per, first, step, words, splits, stretch,
-    skb, skh, skm, svb, svh, svm,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr,
+    C, K, V, KEEP, BITS, OUT, MEAN, STATS, LSE, NEAR_LSE,
+    rows, m, d, e, heads, group, scale, per, first, step, words, splits, stretch, skb, skh, skm, svb, svh, svm,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr, WHOLE: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A stretch of the keys. WHOLE: it is all of them, and the answer is the answer; otherwise join_kernel follows."""
     split, lead = tl.program_id(0), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
@@ -82,64 +94,173 @@ def coarse_fwd_kernel(
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
     place = (lead * splits + split) * rows + row
+    if WHOLE:
+        some = tl.where(total > 0, total, 1.0)
+        out, mean = out / some[:, None], mean / some[:, None]
+        tl.store(LSE + place, _natural(total, highest), mask=row < rows)
+        tl.store(NEAR_LSE + place, _natural(near_total, near_highest), mask=row < rows)
+    else:
+        tl.store(STATS + place * 4, highest, mask=row < rows)
+        tl.store(STATS + place * 4 + 1, total, mask=row < rows)
+        tl.store(STATS + place * 4 + 2, near_highest, mask=row < rows)
+        tl.store(STATS + place * 4 + 3, near_total, mask=row < rows)
     tl.store(OUT + place[:, None] * e + values[None, :], out, mask=(row[:, None] < rows) & (values[None, :] < e))
     if TANGENT:
         tl.store(MEAN + place[:, None] * d + dims[None, :], mean, mask=(row[:, None] < rows) & (dims[None, :] < d))
-    tl.store(STATS + place * 4, highest, mask=row < rows)
-    tl.store(STATS + place * 4 + 1, total, mask=row < rows)
-    tl.store(STATS + place * 4 + 2, near_highest, mask=row < rows)
-    tl.store(STATS + place * 4 + 3, near_total, mask=row < rows)
+
+
+@jit
+def _natural(total, highest):
+    """The log of a sum of weights relative to 2**highest; -inf for an empty one."""
+    some = tl.where(total > 0, total, 1.0)
+    return tl.where(total > 0, (tl.log2(some) + highest) * 0.6931471805599453, float("-inf"))
 
 
 @jit
 def join_kernel(
     PART, MEANS, STATS, OUT, MEAN, LSE, NEAR_LSE, rows, d, e, splits,
-    TANGENT: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    TANGENT: tl.constexpr, ALL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one row into one answer."""
-    lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
-    dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < rows
-    highest, near_highest = tl.full((BC,), float("-inf"), tl.float32), tl.full((BC,), float("-inf"), tl.float32)
-    for split in range(splits):
-        place = ((lead * splits + split) * rows + row) * 4
-        highest = tl.maximum(highest, tl.load(STATS + place, mask=here, other=float("-inf")))
-        near_highest = tl.maximum(near_highest, tl.load(STATS + place + 2, mask=here, other=float("-inf")))
-    level, near_level = (
-        tl.where(highest == float("-inf"), 0.0, highest),
-        tl.where(near_highest == float("-inf"), 0.0, near_highest),
-    )
-    total, near_total = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    out, mean = tl.zeros((BC, BE), tl.float32), tl.zeros((BC, BD), tl.float32)
-    for split in range(splits):
-        place = (lead * splits + split) * rows + row
-        weight = tl.exp2(tl.load(STATS + place * 4, mask=here, other=float("-inf")) - level)
-        total += weight * tl.load(STATS + place * 4 + 1, mask=here, other=0.0)
-        near = tl.exp2(tl.load(STATS + place * 4 + 2, mask=here, other=float("-inf")) - near_level)
-        near_total += near * tl.load(STATS + place * 4 + 3, mask=here, other=0.0)
-        out += weight[:, None] * tl.load(
-            PART + place[:, None] * e + values[None, :], mask=here[:, None] & (values[None, :] < e), other=0.0
-        )
+    """The splits of a few rows into one answer each."""
+    lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
+    dims, values, every = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ALL)
+    here = (row < rows)[:, None] & (every < splits)[None, :]
+    stats = STATS + ((lead * splits + every)[None, :] * rows + row[:, None]) * 4
+    high, near_high = (
+        tl.load(stats, mask=here, other=float("-inf")), tl.load(stats + 2, mask=here, other=float("-inf"))
+    )  # fmt: skip
+    level, near_level = tl.max(high, 1), tl.max(near_high, 1)
+    level = tl.where(level == float("-inf"), 0.0, level)
+    near_level = tl.where(near_level == float("-inf"), 0.0, near_level)
+    total = tl.sum(tl.exp2(high - level[:, None]) * tl.load(stats + 1, mask=here, other=0.0), 1)
+    near_total = tl.sum(tl.exp2(near_high - near_level[:, None]) * tl.load(stats + 3, mask=here, other=0.0), 1)
+    out, mean = tl.zeros((BR, BE), tl.float32), tl.zeros((BR, BD), tl.float32)
+    for first in range(0, splits, BS):
+        split = first + tl.arange(0, BS)
+        there = (row < rows)[:, None] & (split < splits)[None, :]
+        place = (lead * splits + split)[None, :] * rows + row[:, None]
+        weight = tl.exp2(tl.load(STATS + place * 4, mask=there, other=float("-inf")) - level[:, None])[:, :, None]
+        mask = there[:, :, None] & (values < e)[None, None, :]
+        part = tl.load(PART + place[:, :, None] * e + values[None, None, :], mask=mask, other=0.0)
+        out += tl.sum(weight * part, 1)
         if TANGENT:
-            mean += weight[:, None] * tl.load(
-                MEANS + place[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0
-            )
-    some = tl.where(total > 0, total, 1.0)
+            mask = there[:, :, None] & (dims < d)[None, None, :]
+            part = tl.load(MEANS + place[:, :, None] * d + dims[None, None, :], mask=mask, other=0.0)
+            mean += tl.sum(weight * part, 1)
+    some = tl.where(total > 0, total, 1.0)[:, None]
     place = lead * rows + row
-    tl.store(
-        OUT + place[:, None] * e + values[None, :], out / some[:, None], mask=here[:, None] & (values[None, :] < e)
-    )
+    inside = (row < rows)[:, None]
+    tl.store(OUT + place[:, None] * e + values[None, :], out / some, mask=inside & (values < e)[None, :])
     if TANGENT:
-        tl.store(
-            MEAN + place[:, None] * d + dims[None, :], mean / some[:, None], mask=here[:, None] & (dims[None, :] < d)
-        )
-    natural = 0.6931471805599453
-    tl.store(LSE + place, tl.where(total > 0, (tl.log2(some) + level) * natural, float("-inf")), mask=here)
-    near_some = tl.where(near_total > 0, near_total, 1.0)
-    tl.store(
-        NEAR_LSE + place,
-        tl.where(near_total > 0, (tl.log2(near_some) + near_level) * natural, float("-inf")),
-        mask=here,
-    )
+        tl.store(MEAN + place[:, None] * d + dims[None, :], mean / some, mask=inside & (dims < d)[None, :])
+    tl.store(LSE + place, _natural(total, level), mask=row < rows)
+    tl.store(NEAR_LSE + place, _natural(near_total, near_level), mask=row < rows)
+
+
+@jit
+def prepare_kernel(
+    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, DY, DM, DELTA, BASE2, NEAR2, DL, DN, total, d, e, parts,
+    TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_NEAR: tl.constexpr, ODDS: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """What backward wants of each centroid: gradients added up over their parts, in the keys' dtype; delta; logs in
+    base 2, 0 where nothing was seen. ODDS: the gradient of the far lse is that of far against near."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
+    inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
+    dy, dm, dl = tl.zeros((BR, BE), tl.float32), tl.zeros((BR, BD), tl.float32), tl.zeros((BR,), tl.float32)
+    for part in range(parts):
+        mine = row * parts + part
+        dy += tl.load(D_OUT + mine[:, None] * e + values[None, :], mask=inside, other=0.0)
+        dl += tl.load(D_LSE + mine, mask=here, other=0.0)
+        if TANGENT:
+            dm += tl.load(D_MEAN + mine[:, None] * d + dims[None, :], mask=across, other=0.0)
+    delta = tl.sum(dy * tl.load(OUT + row[:, None] * e + values[None, :], mask=inside, other=0.0), 1) - dl
+    if TANGENT:
+        delta += tl.sum(dm * tl.load(MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0), 1)
+        tl.store(DM + row[:, None] * d + dims[None, :], dm.to(DM.dtype.element_ty), mask=across)
+    tl.store(DY + row[:, None] * e + values[None, :], dy.to(DY.dtype.element_ty), mask=inside)
+    tl.store(DELTA + row, delta, mask=here)
+    tl.store(DL + row, dl, mask=here)
+    lse = tl.load(LSE + row, mask=here, other=0.0)
+    tl.store(BASE2 + row, tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634), mask=here)
+    if HAS_NEAR:
+        lse = tl.load(NEAR_LSE + row, mask=here, other=0.0)
+        tl.store(NEAR2 + row, tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634), mask=here)
+        dn = tl.zeros((BR,), tl.float32)
+        if ODDS:
+            dn = -dl
+        elif HAS_D_NEAR:
+            dn = tl.load(D_NEAR + row, mask=here, other=0.0)
+        tl.store(DN + row, dn, mask=here)
+
+
+@jit
+def near_kernel(
+    TOKENS, ORDER, NEAR_DK, NEAR_DV, DK, DV, total, m, t, d, e, parts,
+    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Entries sorted by key: the first entry of each key adds up all of them. A key's run may go on in later tiles."""
+    begin = tl.program_id(0) * BN
+    at, dims, values = begin + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE)
+    token = tl.load(TOKENS + at, mask=at < total, other=-1)
+    before = tl.load(TOKENS + at - 1, mask=(at > 0) & (at < total), other=-1)
+    leads = (token != before) & (token % (m + 1) != m) & (at < total)
+    last = tl.load(TOKENS + tl.minimum(begin + BN, total) - 1)
+    dk, dv = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
+    start, going = begin, True
+    while going:
+        other = start + tl.arange(0, BN)
+        theirs = tl.load(TOKENS + other, mask=other < total, other=-2)
+        seat = tl.load(ORDER + tl.minimum(other, total - 1))
+        same = leads[:, None] & (token[:, None] == theirs[None, :])
+        for part in range(parts):
+            row = (((seat // t) * parts + part) * t + seat % t)[:, None]
+            there = (other < total)[:, None]
+            k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
+            v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
+            dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
+            dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
+        start += BN
+        following = tl.load(TOKENS + tl.minimum(start, total - 1))
+        going = (start < total) & (following == last)
+    key = ((token // (m + 1)).to(tl.int64) * m + token % (m + 1))[:, None]
+    here = leads[:, None] & (dims < d)[None, :]
+    dk += tl.load(DK + key * d + dims[None, :], mask=here, other=0.0)
+    tl.store(DK + key * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=here)
+    here = leads[:, None] & (values < e)[None, :]
+    dv += tl.load(DV + key * e + values[None, :], mask=here, other=0.0)
+    tl.store(DV + key * e + values[None, :], dv.to(DV.dtype.element_ty), mask=here)
+
+
+def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor, parts: int) -> None:
+    """Add the gradients (b h c parts t ...) of the near keys at near_at (b h c t) to those of all keys, in place."""
+    (b, hk, m, d), e, t = dk.shape, dv.shape[3], near_at.shape[3]
+    kind = torch.int32 if b * hk * (m + 1) < 2**31 else torch.int64
+    sequence = torch.arange(b * hk, device=dk.device).view(-1, 1) * (m + 1)
+    entries = near_at.view(b * hk, -1)
+    tokens, order = (torch.where(entries < 0, m, entries) + sequence).to(kind).view(-1).sort(stable=True)
+    tile = 32
+    near_kernel[(_triton.cdiv(tokens.numel(), tile),)](
+        tokens, order, near_dk, near_dv, dk, dv, tokens.numel(), m, t, d, e, parts,
+        BN=tile, BD=power(d), BE=power(e), num_warps=4,
+    )  # fmt: skip
+
+
+@jit
+def dc_kernel(PART, DL, MEAN, DC, rows, d, splits, scale, TANGENT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot."""
+    lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
+    total = tl.zeros((BD,), tl.float32)
+    for first in range(0, splits, BS):
+        split = first + tl.arange(0, BS)
+        place = (lead * splits + split) * rows + row
+        mask = (split < splits)[:, None] & (dims < d)[None, :]
+        total += tl.sum(tl.load(PART + place[:, None] * d + dims[None, :], mask=mask, other=0.0), 0)
+    if TANGENT:
+        mean = tl.load(MEAN + (lead * rows + row) * d + dims, mask=dims < d, other=0.0)
+        total -= tl.load(DL + lead * rows + row) * scale * mean
+    tl.store(DC + (lead * rows + row) * d + dims, total.to(DC.dtype.element_ty), mask=dims < d)
 
 
 @jit
@@ -153,9 +274,9 @@ def _weights(
     if HAS_NEAR:
         far = seen & (~near)
     p = tl.where(far, tl.exp2(s - lse[:, None]), 0.0)
-    dp = tl.dot(dy.to(v.dtype), tl.trans(v), input_precision=PRECISION)
+    dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
     if TANGENT:
-        dp += tl.dot(dm.to(k.dtype), tl.trans(k), input_precision=PRECISION)
+        dp += tl.dot(dm, tl.trans(k), input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
     if HAS_NEAR and not TANGENT:
         ds += tl.where(seen & near, tl.exp2(s - near_lse[:, None]), 0.0) * d_near[:, None]
@@ -197,15 +318,24 @@ def coarse_bwd_kv_kernel(
             dm = tl.load(DM + mine[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
         lse, delta = tl.load(LSE + mine, mask=here, other=0.0), tl.load(DELTA + mine, mask=here, other=0.0)
         near_lse, d_near = tl.load(NEAR_LSE + mine, mask=here, other=0.0), tl.load(D_NEAR + mine, mask=here, other=0.0)
-        seen = keep[None, :] & (key[None, :] < _limit(row, m, per, first, step)[:, None]) & here[:, None]
-        near = seen
-        if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key, BM)
-        p, ds = _weights(c, k, v, dy, dm, delta, lse, near_lse, d_near, near, seen, scale, HAS_NEAR, TANGENT, PRECISION)
-        dv += tl.dot(tl.trans(p.to(v.dtype)), dy.to(v.dtype), input_precision=PRECISION)
-        dk += tl.dot(tl.trans((ds * natural_scale).to(k.dtype)), c, input_precision=PRECISION)
+        # keys down, centroids across: weights and gradients enter the next products as they stand
+        seen = keep[:, None] & (key[:, None] < _limit(row, m, per, first, step)[None, :]) & here[None, :]
+        scores = tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale
+        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
         if TANGENT:
-            dk += tl.dot(tl.trans(p.to(k.dtype)), dm.to(k.dtype), input_precision=PRECISION)
+            dp += tl.dot(k, tl.trans(dm), input_precision=PRECISION)
+        far = seen
+        if HAS_NEAR:
+            near = _near_down(BITS, lead, row, rows, words, start, key)
+            far = seen & (~near)
+        p = tl.where(far, tl.exp2(scores - lse[None, :]), 0.0)
+        ds = p * (dp - delta[None, :])
+        if HAS_NEAR and not TANGENT:
+            ds += tl.where(seen & near, tl.exp2(scores - near_lse[None, :]), 0.0) * d_near[None, :]
+        dv += tl.dot(p.to(v.dtype), dy, input_precision=PRECISION)
+        dk += tl.dot((ds * natural_scale).to(k.dtype), c, input_precision=PRECISION)
+        if TANGENT:
+            dk += tl.dot(p.to(k.dtype), dm, input_precision=PRECISION)
     out = (place * m + key)[:, None]
     tl.store(DK + out * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=(at < m) & (dims[None, :] < d))
     tl.store(DV + out * e + values[None, :], dv.to(DV.dtype.element_ty), mask=(at < m) & (values[None, :] < e))
@@ -270,7 +400,8 @@ def _tiles(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
 
 def _splits(m: int, programs: int, tile: int) -> tuple[int, int]:
     """How often the keys are cut, and the keys per cut: enough programs for a large chip, whole tiles each."""
-    splits = max(1, min(_triton.cdiv(m, 4 * tile), _triton.cdiv(264, programs)))
+    wanted = 264 if programs < 64 else 384 if programs < 128 else 1  # two or three to each multiprocessor
+    splits = max(1, min(_triton.cdiv(m, 4 * tile), _triton.cdiv(wanted, programs)))
     stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
     return _triton.cdiv(m, stretch), stretch
 
@@ -294,56 +425,77 @@ def forward(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=c.device)
 
-    part, stats = new(lead, splits, clusters, e), new(lead, splits, clusters, 4)
-    means = new(lead, splits, clusters, d if how.tangent else 0)
-    coarse_fwd_kernel[(splits, row_tiles, lead)](
-        c, k, v, keep if keep is not None else c, bits, part, means, stats,
-        clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.per, how.first, how.step, words, splits, stretch,
-        *k.stride()[:3], *v.stride()[:3],
-        HAS_KEEP=keep is not None, HAS_NEAR=top > 0, TANGENT=how.tangent,
-        PRECISION=precision(k), num_warps=8 if tile["BC"] == 128 else 4, **tile,
-    )  # fmt: skip
     out, mean = new(b, h, clusters, e), new(b, h, clusters, d if how.tangent else 0)
     lse, near_lse = new(b, h, clusters), new(b, h, clusters)
-    join_kernel[(_triton.cdiv(clusters, 4), lead)](
-        part, means, stats, out, mean, lse, near_lse, clusters, d, e, splits,
-        TANGENT=how.tangent, BC=4, BD=tile["BD"], BE=tile["BE"], num_warps=4,
+    whole = splits == 1
+    part = out if whole else new(lead, splits, clusters, e)
+    means = mean if whole else new(lead, splits, clusters, d if how.tangent else 0)
+    stats = new(lead, 0 if whole else splits, clusters, 4)
+    coarse_fwd_kernel[(splits, row_tiles, lead)](
+        c, k, v, keep if keep is not None else c, bits, part, means, stats, lse, near_lse,
+        clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.per, how.first, how.step, words, splits, stretch,
+        *k.stride()[:3], *v.stride()[:3],
+        HAS_KEEP=keep is not None, HAS_NEAR=top > 0, TANGENT=how.tangent, WHOLE=whole,
+        PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
+    if not whole:
+        some = min(32, power(splits, least=1))
+        each = 32 // some
+        join_kernel[(_triton.cdiv(clusters, each), lead)](
+            part, means, stats, out, mean, lse, near_lse, clusters, d, e, splits,
+            TANGENT=how.tangent, ALL=power(splits, least=1), BR=each, BS=some, BD=tile["BD"], BE=tile["BE"],
+            num_warps=4,
+        )  # fmt: skip
     return out, mean, lse, near_lse, near_at.view(b, h, clusters, top), bits.view(b, h, clusters, -1)
 
 
 def backward(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, bits: Tensor, how: Reach,
+    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor | None,
+    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, bits: Tensor, how: Reach, *,
+    splits: int = 1, near: tuple[Tensor, Tensor, Tensor] | None = None, odds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients (lead c splits ...) of what forward said. ``near``: where the near keys are (b h c t), and gradients
+    (lead c splits t ...) of them and of their values, to be added; the far lse is then the foot of a tangent at the
+    centroid (how.tangent). odds: d_lse is the gradient of far lse less near lse."""
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
-    c, k, v = c.to(k.dtype).contiguous(), rows(k), rows(v)
+    dtype, c, k, v = c.dtype, c.to(k.dtype).contiguous(), rows(k), rows(v)
     keep = None if keep is None else keep.contiguous()
-    delta = (d_out * out).sum(-1) - d_lse
-    if how.tangent:
-        delta = delta + (d_mean * mean_key).sum(-1)
-    lse, near_lse = (torch.where(x == float("-inf"), 0.0, x * LOG2E) for x in (lse, near_lse))
-    dy, dm, d_near = d_out.contiguous(), d_mean.contiguous(), d_near.contiguous()
-    lead, words = b * h, _triton.cdiv(m, 32)
+    lead, words, has_near = b * h, _triton.cdiv(m, 32), how.top > 0
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=c.device)
+
     tile = _tiles(k, v, clusters)
-    tile["BC"] = min(64, tile["BC"])
-    shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, lse, near_lse, d_near)
+    tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
+    dy, dm = new(lead, clusters, e, dtype=v.dtype), new(lead, clusters, d if how.tangent else 0, dtype=k.dtype)
+    delta, base2, near2, dl, dn = new(5, lead, clusters)
+    prepare_kernel[(_triton.cdiv(lead * clusters, 8),)](
+        d_out.contiguous(), d_mean.contiguous(), d_lse.contiguous(), dn if d_near is None else d_near.contiguous(),
+        out, mean_key, lse, near_lse, dy, dm, delta, base2, near2, dl, dn, lead * clusters, d, e, splits,
+        TANGENT=how.tangent, HAS_NEAR=has_near, HAS_D_NEAR=d_near is not None, ODDS=odds,
+        BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
+    )  # fmt: skip
+    shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, base2, near2, dn)
     sizes = (clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.scale, how.per, how.first, how.step, words)
     strides = (*k.stride()[:3], *v.stride()[:3])
     flags = {
-        "HAS_KEEP": keep is not None,
-        "HAS_NEAR": how.top > 0,
-        "TANGENT": how.tangent,
-        "PRECISION": precision(k),
+        "HAS_KEEP": keep is not None, "HAS_NEAR": has_near, "TANGENT": how.tangent, "PRECISION": precision(k),
         "num_warps": 4,
-    }
-    dk, dv = (
-        torch.empty(b, hk, m, d, dtype=k.dtype, device=k.device),
-        torch.empty(b, hk, m, e, dtype=v.dtype, device=k.device),
+    }  # fmt: skip
+    dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
+    coarse_bwd_kv_kernel[(_triton.cdiv(m, tile["BM"]), b * hk)](
+        *shared, dk, dv, *sizes, *strides, num_stages=1, **flags, **tile
     )
-    coarse_bwd_kv_kernel[(_triton.cdiv(m, tile["BM"]), b * hk)](*shared, dk, dv, *sizes, *strides, **flags, **tile)
+    if near is not None:
+        add_near(dk, dv, *near, splits)
     row_tiles = _triton.cdiv(clusters, tile["BC"])
-    splits, stretch = _splits(m, lead * row_tiles, tile["BM"])
-    dc = torch.empty(lead, splits, clusters, d, dtype=torch.float32, device=c.device)
-    coarse_bwd_c_kernel[(splits, row_tiles, lead)](*shared, dc, *sizes, splits, stretch, *strides, **flags, **tile)
-    return dc.sum(1).view(b, h, clusters, d), dk, dv
+    cuts, stretch = _splits(m, lead * row_tiles, tile["BM"])
+    part, dc = new(lead, cuts, clusters, d), new(b, h, clusters, d, dtype=dtype)
+    coarse_bwd_c_kernel[(cuts, row_tiles, lead)](*shared, part, *sizes, cuts, stretch, *strides, **flags, **tile)
+    dc_kernel[(clusters, lead)](
+        part, dl, mean_key, dc, clusters, d, cuts, how.scale,
+        TANGENT=how.tangent and near is not None, BS=min(32, power(cuts, least=1)), BD=tile["BD"],
+        num_warps=1 if cuts < 16 else 4,
+    )  # fmt: skip
+    return dc, dk, dv

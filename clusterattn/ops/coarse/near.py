@@ -1,8 +1,13 @@
-"""Each centroid's near keys: scores go to memory once; a binary search over their bits finds each row's threshold (no
-sort); the chosen keys become a list and a bit mask.
+"""Each centroid's near keys, without a sort.
+
+Scores go to memory once, with the largest of each group of neighbouring keys. The ``top`` best keys of a row can only
+lie in its ``top`` best groups; and of these few scores a binary search over their bits finds the threshold. The chosen
+keys become a list and a bit mask.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,8 +15,6 @@ from torch import Tensor
 from .._jit import jit, power, precision, tl
 from .._jit import triton as _triton
 from .reference import Reach
-
-SEGMENT = 1024  # scores of one row that one program, of one warp, searches
 
 
 @jit
@@ -23,55 +26,63 @@ def _limit(row, m, per, first, step):
 
 @jit
 def scores_kernel(
-    C, K, KEEP, SCORES, rows, m, d, heads, group, scale, per, first, step, skb, skh, skm,
-    HAS_KEEP: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    C, K, KEEP, SCORES, BEST, rows, m, d, heads, group, scale, per, first, step, groups, tiles, skb, skh, skm,
+    HAS_KEEP: tl.constexpr, GROUP: tl.constexpr,
+    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead = tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
-    row, key, dims = (
-        tl.program_id(1) * BC + tl.arange(0, BC),
-        tl.program_id(0) * BM + tl.arange(0, BM),
-        tl.arange(0, BD),
-    )
+    row, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
     c = tl.load(
         C + (lead * rows + row[:, None]) * d + dims[None, :],
         mask=(row[:, None] < rows) & (dims[None, :] < d),
         other=0.0,
     )
-    k = tl.load(
-        K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
-        mask=(key[:, None] < m) & (dims[None, :] < d), other=0.0,
-    )  # fmt: skip
-    s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-    s = tl.minimum(tl.maximum(s, -60000.0), 60000.0)  # the range of fp16
-    seen = key[None, :] < _limit(row, m, per, first, step)[:, None]
-    if HAS_KEEP:
-        seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
-    s = tl.where(seen, s, float("-inf"))
-    tl.store(
-        SCORES + (lead * rows + row[:, None]) * m + key[None, :],
-        s.to(SCORES.dtype.element_ty),
-        mask=(row[:, None] < rows) & (key[None, :] < m),
-    )
+    limit = _limit(row, m, per, first, step)
+    for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
+        key = tile * BM + tl.arange(0, BM)
+        k = tl.load(
+            K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
+            mask=(key[:, None] < m) & (dims[None, :] < d), other=0.0,
+        )  # fmt: skip
+        s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.minimum(tl.maximum(s, -60000.0), 60000.0)  # the range of fp16
+        seen = key[None, :] < limit[:, None]
+        if HAS_KEEP:
+            seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
+        s = tl.where(seen, s, float("-inf"))
+        tl.store(
+            SCORES + (lead * rows + row[:, None]) * m + key[None, :],
+            s.to(SCORES.dtype.element_ty),
+            mask=(row[:, None] < rows) & (key[None, :] < m),
+        )
+        if GROUP:
+            best = tl.max(tl.reshape(s, (BC, BM // GROUP, GROUP)), 2)
+            mine = tile * (BM // GROUP) + tl.arange(0, BM // GROUP)
+            tl.store(
+                BEST + (lead * rows + row[:, None]) * groups + mine[None, :],
+                best.to(BEST.dtype.element_ty),
+                mask=(row[:, None] < rows) & (mine[None, :] < groups),
+            )
 
 
 @jit
 def _threshold(u, top, WIDTH: tl.constexpr):
-    """The top-th largest of the numbers u, of WIDTH bits each, bit by bit."""
-    threshold = tl.full((), 0, u.dtype)
+    """Of each row of u, numbers of WIDTH bits, the top-th largest, bit by bit."""
+    threshold = tl.zeros((u.shape[0],), u.dtype)
     for i in tl.static_range(WIDTH):
         candidate = threshold | tl.full((), 1 << (WIDTH - 1 - i), u.dtype)
-        threshold = tl.where(tl.sum((u >= candidate).to(tl.int32)) >= top, candidate, threshold)
+        threshold = tl.where(tl.sum((u >= candidate[:, None]).to(tl.int32), 1) >= top, candidate, threshold)
     return threshold
 
 
 @jit
 def _chosen(u, top, WIDTH: tl.constexpr):
-    """Exactly the top largest: all above the threshold, and the first of those on it. Never -inf."""
-    threshold = _threshold(u, top, WIDTH)
+    """Exactly the top largest of each row: all above the threshold, and the first of those on it. Never -inf."""
+    threshold = _threshold(u, top, WIDTH)[:, None]
     above, on = u > threshold, u == threshold
-    left = top - tl.sum(above.to(tl.int32))
-    chosen = above | (on & (tl.cumsum(on.to(tl.int32), 0) <= left))
+    left = top - tl.sum(above.to(tl.int32), 1)
+    chosen = above | (on & (tl.cumsum(on.to(tl.int32), 1) <= left[:, None]))
     if WIDTH == 16:
         chosen = chosen & (u > 0x3FF)
     else:
@@ -80,58 +91,94 @@ def _chosen(u, top, WIDTH: tl.constexpr):
 
 
 @jit
-def candidates_kernel(SCORES, VALUE, AT, m, top, segments, SEGMENT: tl.constexpr, WIDTH: tl.constexpr):
-    """The best keys of one segment of a row, in the order of their positions."""
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key = segment * SEGMENT + tl.arange(0, SEGMENT)
-    s = tl.load(SCORES + row * m + key, mask=key < m, other=float("-inf"))
-    if WIDTH == 16:  # the order of the floats, as integers
+def _ordered(s, WIDTH: tl.constexpr):
+    """Floats as whole numbers in the same order."""
+    if WIDTH == 16:
         bits = s.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         u = tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
     else:
         bits = s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         u = tl.where(bits >= 0x80000000, 0xFFFFFFFF - bits, bits + 0x80000000)
-    chosen = _chosen(u, top, WIDTH)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    base = (row * segments + segment) * top
-    tl.store(VALUE + base + place, u, mask=chosen)
-    tl.store(AT + base + place, key, mask=chosen)
+    return u
 
 
 @jit
-def select_kernel(VALUE, AT, NEAR, BITS, words, top, total, BT: tl.constexpr, WIDTH: tl.constexpr):
-    """The best of all segments' candidates: near keys in the order of their positions, and a bit for each of them."""
-    row = tl.program_id(0).to(tl.int64)
-    which = tl.arange(0, BT)
-    u = tl.load(VALUE + row * total + which, mask=which < total, other=0)
-    at = tl.load(AT + row * total + which, mask=which < total, other=0)
-    chosen = _chosen(u, top, WIDTH)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(NEAR + row * top + place, at.to(tl.int64), mask=chosen)
-    tl.atomic_or(BITS + row * words + at // 32, 1 << (at % 32), mask=chosen)
+def _list(LIST, row, here, chosen, what, top, BT: tl.constexpr):
+    """Write each row's chosen ones in their order, then -1 up to ``top``."""
+    base = LIST + row[:, None] * top
+    tl.store(base + tl.cumsum(chosen.to(tl.int32), 1) - 1, what, mask=chosen & here[:, None])
+    slot = tl.arange(0, BT)[None, :]
+    found = tl.sum(chosen.to(tl.int32), 1)[:, None]
+    nobody = (row[:, None] * 0 + slot * 0 - 1).to(LIST.dtype.element_ty)
+    tl.store(base + slot, nobody, mask=(slot >= found) & (slot < top) & here[:, None])
+
+
+@jit
+def groups_kernel(
+    BEST, CHOSEN, total, groups, top, BR: tl.constexpr, BG: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The ``top`` best groups of each row, in the order of their positions."""
+    row, group = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BG)[None, :]
+    here = row < total
+    best = tl.load(BEST + row[:, None] * groups + group, mask=here[:, None] & (group < groups), other=float("-inf"))
+    _list(CHOSEN, row, here, _chosen(_ordered(best, WIDTH), top, WIDTH), group + row[:, None].to(tl.int32) * 0, top, BT)
+
+
+@jit
+def select_kernel(
+    SCORES, CHOSEN, NEAR, BITS, total, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
+    BR: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
+    row, slot = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)[None, :]
+    here = row < total
+    key = slot + row[:, None].to(tl.int32) * 0
+    if not ALL:
+        place = slot // GROUP
+        group = tl.load(CHOSEN + row[:, None] * top + place, mask=here[:, None] & (place < top), other=-1)
+        key = tl.where(group < 0, m, group * GROUP + slot % GROUP)
+    scores = tl.load(SCORES + row[:, None] * m + key, mask=here[:, None] & (key < m), other=float("-inf"))
+    chosen = _chosen(_ordered(scores, WIDTH), top, WIDTH)
+    _list(NEAR, row, here, chosen, key.to(tl.int64), top, BT)
+    tl.atomic_or(BITS + row[:, None] * words + key // 32, 1 << (key % 32), mask=chosen & here[:, None])
 
 
 def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> tuple[Tensor, Tensor]:
     """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
-    lead, words, segments = b * h, _triton.cdiv(m, 32), _triton.cdiv(m, min(SEGMENT, power(m)))
+    lead, words = b * h, _triton.cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
-    scores = torch.empty(lead, clusters, m, dtype=torch.float16 if half else torch.float32, device=c.device)
-    width = 16 if half else 32
+    dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
     tile = {"BC": min(64, power(clusters)), "BM": 128, "BD": power(d)}
-    scores_kernel[(_triton.cdiv(m, tile["BM"]), _triton.cdiv(clusters, tile["BC"]), lead)](
-        c, k, keep if keep is not None else c, scores,
-        clusters, m, d, h, h // hk, how.scale, how.per, how.first, how.step, *k.stride()[:3],
-        HAS_KEEP=keep is not None, PRECISION=precision(k), num_warps=4, **tile,
+    # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
+    group = 0 if m <= max(512, 16 * top) else min(128, power(math.isqrt(m // top), least=8))
+    groups = _triton.cdiv(m, group) if group else 0
+    scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
+    best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
+    columns, row_tiles = _triton.cdiv(m, tile["BM"]), _triton.cdiv(clusters, tile["BC"])
+    tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
+    scores_kernel[(_triton.cdiv(columns, tiles), row_tiles, lead)](
+        c, k, keep if keep is not None else c, scores, best,
+        clusters, m, d, h, h // hk, how.scale, how.per, how.first, how.step, groups, tiles, *k.stride()[:3],
+        HAS_KEEP=keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
-    value = torch.zeros(lead * clusters, segments, top, dtype=torch.int32 if half else torch.int64, device=c.device)
-    at = torch.empty(lead * clusters, segments, top, dtype=torch.int32, device=c.device)
-    candidates_kernel[(lead * clusters, segments)](
-        scores, value, at, m, top, segments, SEGMENT=min(SEGMENT, power(m)), WIDTH=width, num_warps=1
-    )
-    near = torch.full((lead, clusters, top), -1, dtype=torch.int64, device=c.device)
+    chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
+    few, total = power(top, least=1), lead * clusters
+    if group:
+        many = power(groups)
+        groups_kernel[(_triton.cdiv(total, _rows(many)),)](
+            best, chosen, total, groups, top, BR=_rows(many), BG=many, BT=few, WIDTH=width, num_warps=4
+        )
+    near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
     bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
-    select_kernel[(lead * clusters,)](
-        value, at, near, bits, words, top, segments * top, BT=power(segments * top), WIDTH=width, num_warps=4
-    )
+    many = few * group if group else power(m)
+    select_kernel[(_triton.cdiv(total, _rows(many)),)](
+        scores, chosen, near, bits, total, m, words, top,
+        GROUP=max(group, 1), ALL=group == 0, BR=_rows(many), BK=many, BT=few, WIDTH=width, num_warps=4,
+    )  # fmt: skip
     return near, bits
+
+
+def _rows(width: int) -> int:
+    """Rows that four warps search at once: a warp holds 256 numbers in its registers."""
+    return max(1, 1024 // width)

@@ -1,4 +1,5 @@
-"""kmeans: who is alike. codes, farthest starts, Lloyd's steps, the assignment of everybody, and the members' means.
+"""kmeans: who is alike. codes, farthest starts, k-means from chosen starts, the nearest centroid of everybody, and the
+members' means.
 
 Torch.library ops, so that a compiled graph holds one node per call rather than steps x chunks of them. Only ``means``
 has a gradient.
@@ -6,48 +7,71 @@ has a gradient.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from ..._types import Roll
 from .._chunks import wide
 from .._jit import serve
-from ..rows import take
+from ..rows import broadcast
 from . import kernels, moments, reference
 
 
-@torch.library.custom_op("clusterattn::lloyd", mutates_args=())
-def _lloyd(
-    points: Tensor, valid: Tensor, origin: Optional[Tensor], centroids: Tensor, alive: Tensor, form: Optional[Tensor],
+@dataclass(frozen=True)
+class Centres:
+    """The result of k-means, enough to place anybody: ``(x - origin) . right + offset`` is largest at the nearest."""
+
+    right: Tensor  # (... c w)
+    offset: Tensor  # (... c), -inf for a cluster that never was
+    origin: Tensor | None  # (... 1 w)
+
+
+@torch.library.custom_op("clusterattn::kmeans", mutates_args=())
+def _kmeans(
+    points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
     updates: int, signs: bool, triton: bool,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kmeans = kernels.kmeans if triton else reference.kmeans
+    return kmeans(points, valid, start_at, train_at, form, updates, signs)
+
+
+@_kmeans.register_fake
+def _(
+    points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
+    updates: int, signs: bool, triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    acc = torch.promote_types(points.dtype, torch.float32)
+    (b, h, _, w), c = points.shape, start_at.shape[2]
+    return (
+        points.new_empty((b * h, c, w), dtype=points.dtype if triton else acc),
+        points.new_empty((b * h, c), dtype=acc),
+        points.new_empty((b * h, 1, w), dtype=acc),
+    )
+
+
+@torch.library.custom_op("clusterattn::nearest", mutates_args=())
+def _nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
+    nearest = kernels.nearest if triton else reference.nearest
+    return nearest(points, right, offset, origin)
+
+
+@_nearest.register_fake
+def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
+    return points.new_empty((right.shape[0], points.shape[2]), dtype=torch.int64)
+
+
+@torch.library.custom_op("clusterattn::lloyd", mutates_args=())
+def _lloyd(points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, updates: int, triton: bool) -> Tensor:
     lloyd = kernels.lloyd if triton else reference.lloyd
-    return lloyd(points, valid, origin, centroids, alive, form, updates, signs)
+    return lloyd(points, valid, None, centroids, alive, None, updates, False)
 
 
 @_lloyd.register_fake
-def _(points: Tensor, valid: Tensor, origin: Optional[Tensor], centroids: Tensor, *_: object) -> Tensor:
+def _(points: Tensor, valid: Tensor, centroids: Tensor, *_: object) -> Tensor:
     return torch.empty_like(centroids, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("clusterattn::assign", mutates_args=())
-def _assign(
-    points: Tensor,
-    origin: Optional[Tensor],
-    centroids: Tensor,
-    alive: Tensor,
-    form: Optional[Tensor],
-    signs: bool,
-    triton: bool,
-) -> Tensor:
-    assign = kernels.assign if triton else reference.assign
-    return assign(points, origin, centroids, alive, form, signs)
-
-
-@_assign.register_fake
-def _(points: Tensor, origin: Optional[Tensor], centroids: Tensor, *_: object) -> Tensor:
-    return points.new_empty((centroids.shape[0], points.shape[2]), dtype=torch.int64)
 
 
 @torch.library.custom_op("clusterattn::farthest", mutates_args=())
@@ -61,42 +85,46 @@ def _(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], sign
 
 
 @torch.library.custom_op("clusterattn::covariance", mutates_args=())
-def _covariance(k: Tensor, keep: Optional[Tensor], triton: bool) -> Tensor:
-    return moments.covariance(k, keep) if triton else reference.covariance(k, keep)
+def _covariance(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
+    return moments.covariance(k, keep, at) if triton else reference.covariance(k, keep, at)
 
 
 @_covariance.register_fake
-def _(k: Tensor, keep: Optional[Tensor], triton: bool) -> Tensor:
+def _(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
     b, hk, _, d = k.shape
     return k.new_empty((b, hk, d, d), dtype=torch.promote_types(k.dtype, torch.float32))
 
 
-@torch.library.custom_op("clusterattn::sums", mutates_args=())
-def _sums(x: Tensor, members: Tensor, clusters: int, triton: bool) -> Tensor:
-    b, h, n, d = x.shape
-    if triton:
-        total = kernels.sums(x, None, members.reshape(b * h, n), clusters)[0].sum(1)
-    else:
-        total = reference.sums(wide(x).reshape(b * h, n, d), members.reshape(b * h, n), clusters).contiguous()
-    return total.view(b, h, clusters, d)
+@torch.library.custom_op("clusterattn::means", mutates_args=())
+def _means(
+    x: Tensor, members: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+) -> tuple[Tensor, Tensor]:
+    if triton and order is not None and first is not None:
+        return kernels.means(x, order, first)
+    return reference.means(x, members, clusters)
 
 
-@_sums.register_fake
-def _(x: Tensor, members: Tensor, clusters: int, triton: bool) -> Tensor:
-    return x.new_empty((*x.shape[:2], clusters, x.shape[3]), dtype=torch.promote_types(x.dtype, torch.float32))
+@_means.register_fake
+def _(
+    x: Tensor, members: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+) -> tuple[Tensor, Tensor]:
+    b, h, _, d = x.shape
+    return x.new_empty((b, h, clusters, d)), x.new_empty((b, h, clusters), dtype=torch.int64)
 
 
-def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.dtype = inputs[0].dtype
+def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[1], output[1])
+    ctx.backend = "triton" if inputs[5] else "reference"
+    ctx.mark_non_differentiable(output[1])
 
 
-def _give_back_sums(ctx: Any, d_sums: Tensor) -> tuple[Any, ...]:
-    (members,) = ctx.saved_tensors
-    return take(d_sums.to(ctx.dtype), members).masked_fill((members < 0).unsqueeze(-1), 0.0), None, None, None
+def _give_back_means(ctx: Any, d_means: Tensor, _: Tensor) -> tuple[Any, ...]:
+    members, counts = ctx.saved_tensors
+    each = (wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype)
+    return broadcast(each, members, backend=ctx.backend), *[None] * 5
 
 
-_sums.register_autograd(_give_back_sums, setup_context=_keep_members)
+_means.register_autograd(_give_back_means, setup_context=_keep_members)
 
 
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
@@ -109,43 +137,87 @@ def _four(points: Tensor) -> Tensor:
     return points if points.dim() == 4 else points.flatten(1, -3)
 
 
-def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
-    """Which side of each plane (d w) a vector lies on, as signs +1/-1: (... n w)."""
+def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """(b h c) without a copy where there is nothing between b and c but the heads."""
+    if at is None:
+        return None
+    at = at.expand(*lead, at.shape[-1])
+    return at if len(lead) == 2 else at.flatten(1, -2)
+
+
+@torch.library.custom_op("clusterattn::codes", mutates_args=())
+def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
+    return kernels.codes(x, planes, thresholds)
+
+
+@_codes.register_fake
+def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
+    return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])))
+
+
+def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str = "reference") -> Tensor:
+    """Which side of each plane (d w) a vector lies on, as signs +1/-1: (... n w).
+
+    Kernels write rows of whole 16-byte words: some zeros follow the signs, and change no product.
+    """
+    if serve("codes", backend, kernels.why_not(x)):
+        packed: Tensor = _codes(_four(x), planes, thresholds)
+        return packed.view(*x.shape[:-1], packed.shape[-1])
     projected = wide(x) @ planes.to(wide(x).dtype)
     if thresholds is not None:
         projected = projected - thresholds.to(projected.dtype)
     return torch.where(projected > 0, 1.0, -1.0).to(x.dtype)
 
 
-def lloyd(
-    points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, *,
-    updates: int, signs: bool = False, origin: Tensor | None = None, form: Tensor | None = None,
+def kmeans(
+    points: Tensor, valid: Tensor | None, start_at: Tensor, *,
+    updates: int, train_at: Tensor | None = None, signs: bool = False, form: Tensor | None = None,
     backend: str = "reference",
-) -> Tensor:  # fmt: skip
-    """Centroids (... c w) after ``updates`` rounds over the valid points (... n w). ``alive`` (... c) may win points.
+) -> Centres:  # fmt: skip
+    """Centres after ``updates`` rounds over the points (... n w), from those at start_at (... c), -1 being none.
 
-    origin (... 1 w) is taken off the points, and is what the centroids are relative to; form (... w w) makes the
+    It trains on the points at train_at (... s), or on all the valid ones (... n; None: all); form (... w w) makes the
     metric; signs: points are codes, the metric is Hamming's.
     """
     lead = points.shape[:-2]
-    flat: Tensor = _lloyd(
-        _four(points), _flat(valid, lead, 1), _flat(origin, lead, 2), _flat(centroids, lead, 2), _flat(alive, lead, 1),
-        _flat(form, lead, 2), updates, signs, serve("lloyd", backend, kernels.why_not(points)),
+    right, offset, origin = _kmeans(
+        _four(points), _flat(valid, lead, 1), _three(start_at, lead), _three(train_at, lead), _flat(form, lead, 2),
+        updates, signs, serve("kmeans", backend, kernels.why_not(points)),
     )  # fmt: skip
-    return flat.view(*lead, *centroids.shape[-2:])
+    c, w = right.shape[1:]
+    return Centres(
+        right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w)
+    )
+
+
+def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> Tensor:
+    """The best of the centres for every point: (... n); ties go to the lowest index."""
+    lead = points.shape[:-2]
+    flat: Tensor = _nearest(
+        _four(points), _flat(centres.right, lead, 2), _flat(centres.offset, lead, 1), _flat(centres.origin, lead, 2),
+        serve("nearest", backend, kernels.why_not(points)),
+    )  # fmt: skip
+    return flat.view(*lead, points.shape[-2])
 
 
 def assign(
-    points: Tensor, centroids: Tensor, alive: Tensor, *,
-    signs: bool = False, origin: Tensor | None = None, form: Tensor | None = None, backend: str = "reference",
-) -> Tensor:  # fmt: skip
-    """The best centroid of every point: (... n). With ``signs`` simply the largest product."""
+    points: Tensor, directions: Tensor, alive: Tensor, *, backend: str = "reference"
+) -> Tensor:
+    """The living direction (... c w) with the largest product with each point: (... n)."""
+    offset = torch.where(alive, 0.0, float("-inf")).to(wide(points).dtype).expand(*directions.shape[:-1])
+    return nearest(points, Centres(directions, offset, None), backend=backend)
+
+
+def lloyd(
+    points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, *, updates: int, backend: str = "reference"
+) -> Tensor:
+    """Euclidean k-means from given centroids (... c w): where they stand after ``updates`` rounds."""
     lead = points.shape[:-2]
-    flat: Tensor = _assign(
-        _four(points), _flat(origin, lead, 2), _flat(centroids, lead, 2), _flat(alive, lead, 1), _flat(form, lead, 2),
-        signs, serve("assign", backend, kernels.why_not(points)),
+    flat: Tensor = _lloyd(
+        _four(points), _flat(valid, lead, 1), _flat(centroids, lead, 2), _flat(alive, lead, 1), updates,
+        serve("lloyd", backend, kernels.why_not(points)),
     )  # fmt: skip
-    return flat.view(*lead, points.shape[-2])
+    return flat.view(*lead, *centroids.shape[-2:])
 
 
 def farthest(
@@ -157,16 +229,26 @@ def farthest(
     return flat.view(*lead, clusters)
 
 
-def means(x: Tensor, members: Tensor, counts: Tensor, *, backend: str = "reference") -> Tensor:
-    """The mean of each cluster's members (b h c d), with gradient to x; 0 for an empty cluster. members -1: nobody's.
+def means(
+    x: Tensor, members: Tensor, clusters: int, *, roll: Roll | None = None, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
+    """The mean of each cluster's members (b h c d), with gradient to x, and their number (b h c). members -1: nobody's.
 
-    In the dtype of x: whoever compares a query with its centroid must see the centroid that attended.
+    0 for an empty cluster. In the dtype of x: whoever compares a query with its centroid must see the centroid that
+    attended.
     """
-    sums: Tensor = _sums(x, members, counts.shape[-1], serve("means", backend, kernels.why_not(x)))
-    return (sums / counts.clamp(min=1).unsqueeze(-1)).to(x.dtype)
+    triton = serve("means", backend, kernels.why_not(x) if roll is not None else "there is no roll of the members")
+    order, first = (roll.order, roll.first) if roll is not None else (None, None)
+    found: tuple[Tensor, Tensor] = _means(x, members, order, first, clusters, triton)
+    return found
 
 
-def covariance(k: Tensor, keep: Tensor | None, heads: int, *, backend: str = "reference") -> Tensor:
-    """Cov(K) over the real keys, for each query head: k (b hk m d), keep (b m) -> (b h d d). No gradient."""
-    cov: Tensor = _covariance(k, keep, serve("covariance", backend, kernels.why_not(k)))
+def covariance(
+    k: Tensor, keep: Tensor | None, heads: int, *, at: Tensor | None = None, backend: str = "reference"
+) -> Tensor:
+    """Cov(K) over the real keys, for each query head: k (b hk m d), keep (b m) -> (b h d d). No gradient.
+
+    at (b hk s): over the keys at these positions alone (-1: none); keep is not asked then.
+    """
+    cov: Tensor = _covariance(k, keep, at, serve("covariance", backend, kernels.why_not(k)))
     return cov if heads == k.shape[1] else cov.repeat_interleave(heads // k.shape[1], 1)

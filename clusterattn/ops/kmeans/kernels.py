@@ -1,4 +1,4 @@
-"""k-means on tensor cores: assignment and update are two products (points x centroids, one-hot x points).
+"""k-means: the assignment is a product on tensor cores, the update a sum over each cluster's roll (see roll_kernels).
 
 Sums are split over programs and added up in a fixed order: the same inputs give the same bits.
 """
@@ -8,12 +8,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import roll_kernels
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from .._jit import triton as _triton
+from .reference import rows_at
 
 
 @jit
-def assign_fwd_kernel(
+def codes_kernel(
+    X, PLANES, THRESHOLDS, OUT, n, d, w, width, heads, sxb, sxh, sxn,
+    HAS_THRESHOLDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Signs of the products with the planes (d w); zeros from w to width."""
+    lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
+    dims, bit = tl.arange(0, BD), tl.arange(0, BW)
+    x = tl.load(
+        X + (lead // heads) * sxb + (lead % heads) * sxh + at.to(tl.int64)[:, None] * sxn + dims[None, :],
+        mask=(at < n)[:, None] & (dims < d)[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    planes = tl.load(
+        PLANES + dims[:, None] * w + bit[None, :], mask=(dims < d)[:, None] & (bit < w)[None, :], other=0.0
+    )
+    side = tl.dot(x, planes, input_precision=PRECISION)
+    if HAS_THRESHOLDS:
+        side -= tl.load(THRESHOLDS + bit, mask=bit < w, other=0.0)[None, :]
+    sign = tl.where((bit < w)[None, :], tl.where(side > 0, 1.0, -1.0), 0.0)
+    tl.store(
+        OUT + (lead * n + at)[:, None] * width + bit[None, :], sign.to(OUT.dtype.element_ty),
+        mask=(at < n)[:, None] & (bit < width)[None, :],
+    )  # fmt: skip
+
+
+def padded(bits: int) -> int:
+    return (bits + 15) // 16 * 16
+
+
+def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
+    x, planes = rows(x), planes.float().contiguous()
+    (b, h, n, d), w = x.shape, planes.shape[1]
+    out = torch.empty(b, h, n, padded(w), dtype=x.dtype, device=x.device)
+    if out.numel():
+        codes_kernel[(_triton.cdiv(n, 64), b * h)](
+            x, planes, thresholds.float().contiguous() if thresholds is not None else planes, out,
+            n, d, w, padded(w), h, *x.stride()[:3],
+            HAS_THRESHOLDS=thresholds is not None, BN=64, BD=power(d), BW=power(w),
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@jit
+def nearest_kernel(
     X, ORIGIN, W, OFFSET, LABELS, n, d, c, heads, sxb, sxh, sxn,
     HAS_ORIGIN: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -44,42 +89,96 @@ def assign_fwd_kernel(
 
 
 @jit
-def sums_fwd_kernel(
-    X, ORIGIN, LABELS, SUMS, COUNTS, n, d, c, heads, splits, per, sxb, sxh, sxn,
-    HAS_ORIGIN: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+def _added(
+    SUMS, COUNTS, lead, which, dims, c, d, splits, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr
+):
+    """The parts of each cluster's sum and of its number of members, added up in their order."""
+    total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
+    for first in range(0, splits, BS):
+        split = first + tl.arange(0, BS)
+        row = (lead * splits + split[None, :]) * c + which[:, None]
+        mine = (split < splits)[None, :] & (which < c)[:, None]
+        mask = mine[:, :, None] & (dims < d)[None, None, :]
+        total += tl.sum(tl.load(SUMS + row[:, :, None] * d + dims[None, None, :], mask=mask, other=0.0), 1)
+        count += tl.sum(tl.load(COUNTS + row, mask=mine, other=0.0), 1)
+    return total, count
+
+
+@jit
+def add_up_kernel(
+    SUMS, COUNTS, OUT, TOTAL, c, d, splits, MEAN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr
+):
+    """Sums of the members, or their means, and how many they are."""
+    lead = tl.program_id(1).to(tl.int64)
+    which, dims = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BD)
+    total, count = _added(SUMS, COUNTS, lead, which, dims, c, d, splits, BC, BS, BD)
+    if MEAN:
+        total = total / tl.maximum(count, 1.0)[:, None]
+    place = lead * c + which
+    tl.store(
+        OUT + place[:, None] * d + dims[None, :], total.to(OUT.dtype.element_ty),
+        mask=(which < c)[:, None] & (dims < d)[None, :],
+    )  # fmt: skip
+    tl.store(TOTAL + place, count.to(tl.int64), mask=which < c)
+
+
+@jit
+def _seen(centroid, FORM, lead, d, dims, HAS_FORM: tl.constexpr):
+    """The centroids as the metric sees them: S c."""
+    seen = centroid
+    if HAS_FORM:
+        wide = dims < d
+        form = tl.load(
+            FORM + lead * d * d + dims[:, None] * d + dims[None, :], mask=wide[:, None] & wide[None, :], other=0.0
+        )
+        seen = tl.dot(centroid, form, input_precision="tf32x3")  # as good as fp32, on tensor cores
+    return seen
+
+
+@jit
+def start_kernel(
+    X, AT, FORM, CENTROIDS, ORIGIN, ALIVE, W, OFFSET, d, c, heads, sxb, sxh, sxn, sab, sah,
+    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, BC: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Sums (lead splits c d) and counts (lead splits c) of the rows of each label; labels < 0 belong to nobody."""
-    split, which = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
-    lead = tl.program_id(2).to(tl.int64)
+    """The points at AT become the centroids, relative to their mean, with their side of the product."""
+    lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide = dims < d
-    base = X + (lead // heads) * sxb + (lead % heads) * sxh
-    origin = tl.zeros((BD,), tl.float32)
-    if HAS_ORIGIN:
-        origin = tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)
-    total = tl.zeros((BC, BD), tl.float32)
-    count = tl.zeros((BC,), tl.float32)
-    for first in range(split * per, min(n, (split + 1) * per), BN):
-        at = first + tl.arange(0, BN)
-        real = at < min(n, (split + 1) * per)
-        label = tl.load(LABELS + lead * n + at, mask=real, other=-1).to(tl.int32)
-        x = tl.load(
-            base + at.to(tl.int64)[:, None] * sxn + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0
-        )
-        if HAS_ORIGIN:
-            x = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
-        mine = which[:, None] == label[None, :]
-        total += tl.dot(mine.to(x.dtype), x, input_precision=PRECISION)
-        count += tl.sum(mine.to(tl.float32), axis=1)
-    out = (lead * splits + split) * c + which
-    tl.store(SUMS + out[:, None] * d + dims[None, :], total, mask=(which[:, None] < c) & wide[None, :])
-    tl.store(COUNTS + out, count, mask=which < c)
+    base, at_base = X + (lead // heads) * sxb + (lead % heads) * sxh, AT + (lead // heads) * sab + (lead % heads) * sah
+    origin, living = tl.zeros((BD,), tl.float32), 0.0
+    if not SIGNS:  # every program finds the same mean: reading all starts again is cheaper than another launch
+        for first in range(0, c, BA):
+            which = first + tl.arange(0, BA)
+            at = tl.load(at_base + which, mask=which < c, other=-1)
+            x = tl.load(base + at[:, None] * sxn + dims[None, :], mask=(at >= 0)[:, None] & wide[None, :], other=0.0)
+            origin += tl.sum(x.to(tl.float32), 0)
+            living += tl.sum((at >= 0).to(tl.float32), 0)
+        origin = origin / tl.maximum(living, 1.0)
+    which = tl.program_id(0) * BC + tl.arange(0, BC)
+    here = which < c
+    at = tl.load(at_base + which, mask=here, other=-1)
+    alive = at >= 0
+    x = tl.load(base + at[:, None] * sxn + dims[None, :], mask=alive[:, None] & wide[None, :], other=0.0)
+    centroid = tl.where(alive[:, None], x.to(tl.float32) - origin[None, :], 0.0)
+    seen = _seen(centroid, FORM, lead, d, dims, HAS_FORM)
+    offset = tl.zeros((BC,), tl.float32)
+    if not SIGNS:
+        offset = -0.5 * tl.sum(centroid * seen, axis=1)
+    place = (lead * c + which[:, None]) * d + dims[None, :]
+    mask = here[:, None] & wide[None, :]
+    tl.store(CENTROIDS + place, centroid, mask=mask)
+    tl.store(W + place, seen.to(W.dtype.element_ty), mask=mask)
+    tl.store(OFFSET + lead * c + which, tl.where(alive, offset, float("-inf")), mask=here)
+    tl.store(ALIVE + lead * c + which, alive.to(tl.int8), mask=here)
+    if tl.program_id(0) == 0:
+        tl.store(ORIGIN + lead * d + dims, origin, mask=wide)
 
 
 @jit
 def update_kernel(
-    SUMS, COUNTS, CENTROIDS, FORM, ALIVE, W, OFFSET, c, d, splits, updates,
-    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    SUMS, COUNTS, CENTROIDS, ORIGIN, FORM, ALIVE, W, OFFSET, c, d, splits,
+    MOVE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_FORM: tl.constexpr, SIGNS: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Means of the sums become the centroids (an empty cluster keeps its own), with their side of the next product."""
     lead = tl.program_id(1).to(tl.int64)
@@ -88,27 +187,20 @@ def update_kernel(
     place = (lead * c + which[:, None]) * d + dims[None, :]
     mask = here[:, None] & wide[None, :]
     centroid = tl.load(CENTROIDS + place, mask=mask, other=0.0)
-    if updates > 0:
-        total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
-        for split in range(splits):
-            row = (lead * splits + split) * c + which
-            total += tl.load(SUMS + row[:, None] * d + dims[None, :], mask=mask, other=0.0)
-            count += tl.load(COUNTS + row, mask=here, other=0.0)
+    if MOVE:
+        total, count = _added(SUMS, COUNTS, lead, which, dims, c, d, splits, BC, BS, BD)
         if SIGNS:
             mean = tl.where(total > 0, 1.0, -1.0)
         else:
             mean = total / tl.maximum(count, 1.0)[:, None]
-        centroid = tl.where(count[:, None] > 0, mean, centroid)
+            if HAS_ORIGIN:
+                mean -= tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)[None, :]
+        centroid = tl.where((count[:, None] > 0) & mask, mean, centroid)
         tl.store(CENTROIDS + place, centroid, mask=mask)
-    seen = centroid
-    if HAS_FORM:
-        form = tl.load(
-            FORM + lead * d * d + dims[:, None] * d + dims[None, :], mask=wide[:, None] & wide[None, :], other=0.0
-        )
-        seen = tl.dot(centroid, form, input_precision="ieee")
+    seen = _seen(centroid, FORM, lead, d, dims, HAS_FORM)
     offset = tl.zeros((BC,), tl.float32)
     if not SIGNS:
-        offset = -0.5 * tl.sum(tl.where(wide[None, :], centroid * seen, 0.0), axis=1)
+        offset = -0.5 * tl.sum(centroid * seen, axis=1)
     alive = tl.load(ALIVE + lead * c + which, mask=here, other=0)
     tl.store(W + place, seen.to(W.dtype.element_ty), mask=mask)
     tl.store(OFFSET + lead * c + which, tl.where(alive != 0, offset, float("-inf")), mask=here)
@@ -125,72 +217,114 @@ def _dense(x: Tensor | None) -> Tensor | None:
 def _tile(points: Tensor) -> tuple[int, int]:
     """Rows per tile and warps, by the width of a row."""
     wide = power(points.shape[-1])
-    return (128, 4) if wide <= 64 else (64, 4)
+    return (256 if points.element_size() == 2 else 128, 4) if wide <= 64 else (64, 4)
 
 
 def _prepare(
-    points: Tensor,
-    centroids: Tensor,
-    alive: Tensor,
-    form: Tensor | None,
-    signs: bool,
+    points: Tensor, centroids: Tensor, alive: Tensor, origin: Tensor | None, form: Tensor | None, signs: bool,
     sums: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The product's right side (lead c w) in the points' dtype and its offset; with sums, the centroids move first."""
     lead, c, d = centroids.shape
     w = torch.empty(lead, c, d, dtype=points.dtype, device=points.device)
     offset = torch.empty(lead, c, dtype=torch.float32, device=points.device)
     totals, counts = sums if sums is not None else (centroids, offset)
     splits = totals.shape[1] if sums is not None else 0
-    tile = 32
+    tile = 16
     update_kernel[(_triton.cdiv(c, tile), lead)](
-        totals, counts, centroids, form if form is not None else centroids, alive, w, offset,
-        c, d, splits, int(sums is not None),
-        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BD=power(d), num_warps=4,
+        totals, counts, centroids, origin if origin is not None else centroids, form if form is not None else centroids,
+        alive, w, offset, c, d, splits,
+        MOVE=sums is not None, HAS_ORIGIN=origin is not None, HAS_FORM=form is not None, SIGNS=signs,
+        BC=tile, BS=min(4, power(splits, least=1)), BD=power(d), num_warps=4,
     )  # fmt: skip
     return w, offset
 
 
-def _assign(points: Tensor, origin: Tensor | None, w: Tensor, offset: Tensor) -> Tensor:
-    (b, h, n, d), c = points.shape, w.shape[1]
-    labels = torch.empty(b * h, n, dtype=torch.int64, device=points.device)
+def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
+    """points (b h n d), right (lead c d), offset (lead c), origin (lead 1 d) -> labels (lead n)."""
+    points, right, origin = rows(points), right.to(points.dtype).contiguous(), _dense(origin)
+    (b, h, n, d), c = points.shape, right.shape[1]
+    labels = torch.zeros if 0 in (points.numel(), c) else torch.empty
+    found = labels(b * h, n, dtype=torch.int64, device=points.device)
+    if found.numel() == 0 or c == 0:
+        return found
     tile, warps = _tile(points)
-    assign_fwd_kernel[(_triton.cdiv(n, tile), b * h)](
-        points, origin if origin is not None else w, w, offset, labels, n, d, c, h, *points.stride()[:3],
+    nearest_kernel[(_triton.cdiv(n, tile), b * h)](
+        points, origin if origin is not None else right, right, offset.float().contiguous(), found,
+        n, d, c, h, *points.stride()[:3],
         HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)),
         PRECISION=precision(points), num_warps=warps,
     )  # fmt: skip
-    return labels
+    return found
 
 
-def sums(points: Tensor, origin: Tensor | None, labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Partial sums (lead splits c d) and counts (lead splits c): points (b h n d), labels (lead n)."""
-    points, labels = rows(points), labels.contiguous()
-    b, h, n, d = points.shape
-    tile = 32  # measured on an H200: short tiles, so that loads and products overlap
-    columns = min(128, power(clusters))
-    # enough programs for a large chip, none with less than a few tiles of rows
-    splits = max(1, min(_triton.cdiv(n, 8 * tile), _triton.cdiv(264, b * h * _triton.cdiv(clusters, columns))))
-    per = _triton.cdiv(_triton.cdiv(n, splits), tile) * tile
-    totals = torch.empty(b * h, splits, clusters, d, dtype=torch.float32, device=points.device)
-    counts = torch.empty(b * h, splits, clusters, dtype=torch.float32, device=points.device)
-    sums_fwd_kernel[(splits, _triton.cdiv(clusters, columns), b * h)](
-        points, origin if origin is not None else totals, labels, totals, counts,
-        n, d, clusters, h, splits, per, *points.stride()[:3],
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=columns,
-        PRECISION=precision(points), num_warps=4,
+def _add_up(parts: Tensor, counts: Tensor, dtype: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
+    """(lead splits c d), (lead splits c) -> sums or means (lead c d) and the number of members (lead c)."""
+    lead, splits, c, d = parts.shape
+    out = torch.empty(lead, c, d, dtype=dtype, device=parts.device)
+    total = torch.empty(lead, c, dtype=torch.int64, device=parts.device)
+    some = min(32, power(splits, least=1))
+    each = max(1, 64 // some)
+    add_up_kernel[(_triton.cdiv(c, each), lead)](
+        parts, counts, out, total, c, d, splits, MEAN=mean, BC=each, BS=some, BD=power(d), num_warps=4
+    )
+    return out, total
+
+
+def member_sums(x: Tensor, order: Tensor, first: Tensor, dtype: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
+    """Sums or means (b h c d) of the rows on a cluster's roll, and their number (b h c)."""
+    (b, h, _, d), c = x.shape, first.shape[1] - 2
+    out, total = _add_up(*roll_kernels.sums(x, order, first), dtype, mean)
+    return out.view(b, h, c, d), total.view(b, h, c)
+
+
+def means(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    return member_sums(x, order, first, x.dtype, mean=True)
+
+
+def kmeans(
+    points: Tensor,
+    valid: Tensor | None,
+    start_at: Tensor,
+    train_at: Tensor | None,
+    form: Tensor | None,
+    updates: int,
+    signs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    points, form = rows(points), _dense(form)
+    (b, h, _, d), c = points.shape, start_at.shape[2]
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(b * h, *shape, dtype=dtype, device=points.device)
+
+    w, offset, origin = new(c, d, dtype=points.dtype), new(c), new(1, d)
+    centroids, alive = new(c, d), new(c, dtype=torch.int8)
+    start_at = start_at if start_at.stride(-1) == 1 else start_at.contiguous()
+    tile = 32
+    start_kernel[(_triton.cdiv(c, tile), b * h)](
+        points, start_at, form if form is not None else points, centroids, origin, alive, w, offset,
+        d, c, h, *points.stride()[:3], *start_at.stride()[:2],
+        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BA=min(128, power(c)), BD=power(d), num_warps=4,
     )  # fmt: skip
-    return totals, counts
+    if updates:
+        if train_at is not None:
+            points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
+        w, offset = _train(points, valid, None if signs else origin, centroids, alive, form, updates, signs, w, offset)
+    return w, offset, origin
 
 
-def assign(
-    points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool
-) -> Tensor:
-    points, origin, form = rows(points), _dense(origin), _dense(form)
-    if points.numel() == 0 or centroids.numel() == 0:
-        return torch.zeros(centroids.shape[0], points.shape[2], dtype=torch.int64, device=points.device)
-    w, offset = _prepare(points, centroids.float().contiguous(), alive.contiguous(), form, signs, None)
-    return _assign(points, origin, w, offset)
+def _train(
+    points: Tensor, valid: Tensor | None, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None,
+    updates: int, signs: bool, w: Tensor, offset: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rounds of assignment and update; the centroids move in place."""
+    for _ in range(updates):
+        labels = nearest(points, w, offset, origin)
+        if valid is not None:
+            labels = torch.where(valid, labels, -1)
+        roll = roll_kernels.by_label(labels, centroids.shape[1])
+        w, offset = _prepare(points, centroids, alive, origin, form, signs, roll_kernels.sums(points, *roll))
+    return w, offset
 
 
 def lloyd(
@@ -205,10 +339,7 @@ def lloyd(
 ) -> Tensor:
     points, origin, form = rows(points), _dense(origin), _dense(form)
     centroids, alive = centroids.float().clone(memory_format=torch.contiguous_format), alive.contiguous()
-    if points.numel() == 0 or centroids.numel() == 0:
-        return centroids
-    w, offset = _prepare(points, centroids, alive, form, signs, None)
-    for _ in range(updates):
-        labels = torch.where(valid, _assign(points, origin, w, offset), -1)
-        w, offset = _prepare(points, centroids, alive, form, signs, sums(points, origin, labels, centroids.shape[1]))
+    if points.numel() and centroids.numel():
+        first = _prepare(points, centroids, alive, origin, form, signs, None)
+        _train(points, valid, origin, centroids, alive, form, updates, signs, *first)
     return centroids

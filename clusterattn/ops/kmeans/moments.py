@@ -11,10 +11,12 @@ from .._jit import triton as _triton
 
 @jit
 def moments_kernel(
-    K, KEEP, SECOND, FIRST, m, d, heads, splits, stretch, skb, skh, skm,
-    HAS_KEEP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    K, KEEP, AT, SECOND, FIRST, m, d, heads, splits, stretch, skb, skh, skm, sab, sah,
+    HAS_KEEP: tl.constexpr, HAS_AT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of k kT and of (k, 1) over a stretch of keys, relative to the first key: a shared offset costs no digits."""
+    """Sums of k kT and of (k, 1) over a stretch of keys, relative to the first key: a shared offset costs no digits.
+
+    HAS_AT: over the keys at positions AT (lead m), -1 being none."""
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     base = K + (lead // heads) * skb + (lead % heads) * skh
@@ -23,6 +25,9 @@ def moments_kernel(
     for start in range(split * stretch, min(m, (split + 1) * stretch), BM):
         key = start + tl.arange(0, BM)
         real = key < min(m, (split + 1) * stretch)
+        if HAS_AT:
+            key = tl.load(AT + (lead // heads) * sab + (lead % heads) * sah + key, mask=real, other=-1)
+            real = key >= 0
         if HAS_KEEP:
             real = real & (tl.load(KEEP + (lead // heads) * m + key, mask=real, other=0) != 0)
         k = tl.load(
@@ -40,20 +45,50 @@ def moments_kernel(
     tl.store(FIRST + out * (d + 1) + d, count)
 
 
-def covariance(k: Tensor, keep: Tensor | None) -> Tensor:
-    """k (b hk m d), keep (b m) -> (b hk d d) in fp32."""
+@jit
+def covariance_kernel(SECOND, FIRST, OUT, d, splits, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+    """E[k kT] - E[k] E[k]T from the splits' sums, a few rows of the matrix at a time."""
+    lead, part, dims = tl.program_id(1).to(tl.int64), tl.arange(0, BS), tl.arange(0, BD)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    inside = (row < d)[:, None] & (dims < d)[None, :]
+    second, mean_row = tl.zeros((BR, BD), tl.float32), tl.zeros((BR,), tl.float32)
+    mean, count = tl.zeros((BD,), tl.float32), 0.0
+    for first in range(0, splits, BS):
+        split = first + part
+        there, place = split < splits, lead * splits + split
+        second += tl.sum(
+            tl.load(
+                SECOND + place[:, None, None] * d * d + row[None, :, None] * d + dims[None, None, :],
+                mask=there[:, None, None] & inside[None, :, :], other=0.0,
+            ), 0,
+        )  # fmt: skip
+        sums = FIRST + place[:, None] * (d + 1)
+        mean_row += tl.sum(tl.load(sums + row[None, :], mask=there[:, None] & (row < d)[None, :], other=0.0), 0)
+        mean += tl.sum(tl.load(sums + dims[None, :], mask=there[:, None] & (dims < d)[None, :], other=0.0), 0)
+        count += tl.sum(tl.load(FIRST + place * (d + 1) + d, mask=there, other=0.0), 0)
+    count = tl.maximum(count, 1.0)
+    cov = second / count - (mean_row / count)[:, None] * (mean / count)[None, :]
+    tl.store(OUT + lead * d * d + row[:, None] * d + dims[None, :], cov, mask=inside)
+
+
+def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
+    """k (b hk m d), keep (b m) or at (b hk s) -> (b hk d d) in fp32."""
     k = rows(k)
     b, hk, m, d = k.shape
+    if at is not None:
+        m, keep, at = at.shape[2], None, at if at.stride(-1) == 1 else at.contiguous()
     tile = 64 if power(d) > 64 else 128
     splits = max(1, min(_triton.cdiv(m, 2 * tile), _triton.cdiv(264, b * hk)))
     stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
     second = torch.empty(b, hk, splits, d, d, dtype=torch.float32, device=k.device)
     first = torch.empty(b, hk, splits, d + 1, dtype=torch.float32, device=k.device)
     moments_kernel[(splits, b * hk)](
-        k, keep.contiguous() if keep is not None else k, second, first, m, d, hk, splits, stretch, *k.stride()[:3],
-        HAS_KEEP=keep is not None, BM=tile, BD=power(d), PRECISION=precision(k), num_warps=4,
+        k, keep.contiguous() if keep is not None else k, at if at is not None else k, second, first,
+        m, d, hk, splits, stretch, *k.stride()[:3], *(at.stride()[:2] if at is not None else (0, 0)),
+        HAS_KEEP=keep is not None, HAS_AT=at is not None, BM=tile, BD=power(d), PRECISION=precision(k), num_warps=4,
     )  # fmt: skip
-    total = first.sum(2)
-    count = total[..., d:].clamp(min=1)
-    mean = total[..., :d] / count
-    return second.sum(2) / count.unsqueeze(-1) - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    cov = torch.empty(b, hk, d, d, dtype=torch.float32, device=k.device)
+    covariance_kernel[(_triton.cdiv(d, 8), b * hk)](
+        second, first, cov, d, splits, BR=8, BS=min(8, power(splits, least=1)), BD=power(d), num_warps=4
+    )
+    return cov

@@ -17,27 +17,25 @@ from ..merge import NEVER
 
 
 def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> tuple[Tensor, Tensor]:
-    """The product's right side (lead w c) and its offset (lead 1 c); dead clusters can never win."""
+    """The product's right side (lead c w) and its offset (lead c); dead clusters can never win."""
     seen = centroids if form is None else torch.bmm(centroids, form)
     offset = torch.zeros_like(alive, dtype=centroids.dtype) if signs else (centroids * seen).sum(-1).mul_(-0.5)
-    return seen.mT.contiguous(), offset.masked_fill_(~alive, NEVER).unsqueeze(1)
+    return seen, offset.masked_fill_(~alive, NEVER)
 
 
-def assign(
-    points: Tensor, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool
-) -> Tensor:
+def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
     """The best centroid of every point (lead n); ties go to the lowest index."""
     points = points.flatten(0, 1)
     lead, n, w = points.shape
-    c = centroids.shape[1]
+    c = right.shape[1]
     labels = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
     if n == 0 or c == 0:
         return labels
-    right, offset = _scorer(centroids, alive, form, signs)
+    columns, offset = right.to(wide(points).dtype).mT.contiguous(), offset.unsqueeze(1)
     rows = max(1, min(n, budget(points) // c))
     for heads in spans(lead, budget(points) // (rows * c)):
         for some in spans(n, rows):
-            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, some), right[heads])
+            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, some), columns[heads])
             labels[heads, some] = scores.max(-1).indices
     return labels
 
@@ -78,7 +76,7 @@ def lloyd(
     keeps its place."""
     centroids, points = centroids.clone(), _centred(points.flatten(0, 1), origin, slice(None), slice(None))
     for _ in range(updates):
-        labels = assign(points.unsqueeze(0), None, centroids, alive, form, signs).masked_fill_(~valid, -1)
+        labels = nearest(points.unsqueeze(0), *_scorer(centroids, alive, form, signs), None).masked_fill_(~valid, -1)
         totals = sums(points, labels, centroids.shape[1])
         counts = torch.zeros(*alive.shape, dtype=points.dtype, device=points.device)
         counts.scatter_add_(1, labels.clamp(min=0), valid.to(points.dtype))
@@ -90,13 +88,52 @@ def lloyd(
     return centroids
 
 
-def covariance(k: Tensor, keep: Tensor | None) -> Tensor:
-    """Cov(K) over the real keys: k (b hk m d), keep (b m) -> (b hk d d)."""
-    keys = wide(k)
-    if keep is None:
+def rows_at(points: Tensor, at: Tensor) -> Tensor:
+    """points (b h n w), at (b h s) -> (b h s w); -1 takes any row."""
+    return points.gather(2, at.clamp(min=0).unsqueeze(-1).expand(*at.shape, points.shape[-1]))
+
+
+def kmeans(
+    points: Tensor,
+    valid: Tensor | None,
+    start_at: Tensor,
+    train_at: Tensor | None,
+    form: Tensor | None,
+    updates: int,
+    signs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Right side, offset and origin of the centres (see Centres), from the points at start_at."""
+    alive, centroids = (start_at >= 0).flatten(0, 1), wide(rows_at(points, start_at)).flatten(0, 1)
+    origin = torch.zeros_like(centroids[:, :1])
+    if not signs:
+        living = alive.unsqueeze(-1)
+        origin = (centroids * living).sum(1, keepdim=True) / living.sum(1, keepdim=True).clamp(min=1)
+        centroids = centroids - origin
+    if updates:
+        if train_at is not None:
+            points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
+        elif valid is None:
+            valid = points.new_ones((centroids.shape[0], points.shape[2]), dtype=torch.bool)
+        centroids = lloyd(points, valid, origin, centroids, alive, form, updates, signs)
+    return *_scorer(centroids, alive, form, signs), origin
+
+
+def means(x: Tensor, members: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    b, h, n, d = x.shape
+    total = sums(wide(x).reshape(b * h, n, d), members.reshape(b * h, n), clusters).view(b, h, clusters, d)
+    bins = torch.where(members < 0, clusters, members)
+    counts = torch.zeros(b, h, clusters + 1, dtype=torch.int64, device=x.device)
+    counts = counts.scatter_add_(2, bins, torch.ones_like(bins))[..., :clusters].contiguous()
+    return (total / counts.clamp(min=1).unsqueeze(-1)).to(x.dtype), counts
+
+
+def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
+    """Cov(K) over the real keys: k (b hk m d), keep (b m) or at (b hk s) -> (b hk d d)."""
+    keys = wide(k if at is None else rows_at(k, at))
+    if keep is None and at is None:
         centred, total = keys - keys.mean(2, keepdim=True), keys.new_full((1, 1, 1, 1), float(k.shape[2]))
     else:
-        real = keep[:, None, :, None]
+        real = (keep[:, None] if at is None else at >= 0).unsqueeze(-1)  # type: ignore[index]
         total = real.sum(2, keepdim=True).clamp(min=1)
         centred = (keys - (keys * real).sum(2, keepdim=True) / total) * real
     return centred.mT @ centred / total

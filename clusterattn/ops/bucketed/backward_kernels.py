@@ -1,0 +1,273 @@
+"""The backward of attention inside buckets: weights are recomputed from the lse, flash style.
+
+A bucket whose queries fit one tile is served by one program that reads everything once and writes all three gradients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._jit import jit, power, rows, tl
+from .._jit import triton as _triton
+from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, launch, plain, written
+from .lists import Alone, seat_lists, sum_lists
+
+if TYPE_CHECKING:
+    from .reference import Seating
+
+
+@jit
+def delta_kernel(OUT, DY, D_LSE, LSE, DELTA, BASE2, rows, e, less, BN: tl.constexpr, BE: tl.constexpr):
+    """rowsum(out * d_out) - d_lse, and the log-weights in base 2 with 0 for rows that saw nothing."""
+    at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    values = tl.arange(0, BE)
+    mask = (at < rows)[:, None] & (values < e)[None, :]
+    out = tl.load(OUT + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
+    dy = tl.load(DY + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(DELTA + at, tl.sum(out * dy, 1) - tl.load(D_LSE + at, mask=at < rows, other=0.0), mask=at < rows)
+    lse = tl.load(LSE + at, mask=at < rows, other=0.0)
+    tl.store(BASE2 + at, tl.where(lse == float("-inf"), 0.0, (lse + less) * 1.4426950408889634), mask=at < rows)
+
+
+@jit
+def _queries(Q, DY, BASE2, DELTA, query, lead, n, d, e, sqn, dims, values):
+    """What a tile of queries brings along: its rows, the gradients of its answers, log-weights and deltas."""
+    mine = tl.where(query >= 0, lead * n + query, -1)
+    q, dy = _gathered(Q, query, dims, d, sqn), _gathered(DY, mine, values, e, e)
+    lse, delta = tl.load(BASE2 + mine, mask=mine >= 0, other=0.0), tl.load(DELTA + mine, mask=mine >= 0, other=0.0)
+    return q, dy, lse, delta
+
+
+@jit
+def _gradient_of_logits(
+    q, k, v, dy, lse, delta, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, meetings, scale, offset, left, right,
+    HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, WINDOW: tl.constexpr, OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights and gradient of the logits of a tile: (queries keys) twice. An empty query seat has q = dy = delta = 0:
+    its weights are finite and its gradients 0."""
+    logits = _logits(
+        q, k, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, meetings, scale, offset, left, right,
+        HAS_BIAS, HAS_MEETINGS, WINDOW, OTHERS, PRECISION,
+    )  # fmt: skip
+    p = tl.exp2(logits - lse[:, None])
+    dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+    return p, p * (dp - delta[:, None])
+
+
+@jit
+def _put(X, x, at, columns, width, there):
+    """Write whole rows."""
+    tl.store(
+        X + at[:, None] * width + columns[None, :], x.to(X.dtype.element_ty),
+        mask=there[:, None] & (columns < width)[None, :],
+    )  # fmt: skip
+
+
+@jit
+def _put_dq(DQ, SEATED, dq, lead, bucket, row, seat, query, n, g, s, d, rounds, dims, WHERE: tl.constexpr):
+    to = _home(lead, bucket, row, query, n, g, rounds, WHERE)
+    there = query >= 0
+    if WHERE == 2:
+        there = seat < s
+    _put(DQ, dq, to, dims, d, there)
+    if WHERE == 1:
+        tl.store(SEATED + to, tl.full(to.shape, 1, tl.int8), mask=there)
+
+
+@jit
+def bucketed_bwd_kernel(
+    Q, K, V, BIAS, QUERIES, KEYS, LOW, HIGH, RANK, DY, BASE2, DELTA, DQ, SEATED, DK, DV, D_BIAS,
+    n, m, d, e, g, s, z, rounds, meetings, heads, group, scale, natural_scale, offset, left, right,
+    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
+    HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, WINDOW: tl.constexpr, OTHERS: tl.constexpr,
+    WHERE: tl.constexpr, BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a bucket whose queries are one tile; those of keys and values seat by seat."""
+    bucket, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lead // heads, lead % heads
+    seat, dims, values = tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
+    row = (lead * g + bucket) * s + seat
+    query = tl.load(QUERIES + row, mask=seat < s, other=-1)
+    q, dy, lse, delta = _queries(
+        Q + batch * sqb + head * sqh, DY, BASE2, DELTA, query, lead, n, d, e, sqn, dims, values
+    )
+    K += batch * skb + (head // group) * skh
+    V += batch * svb + (head // group) * svh
+    dq = tl.zeros((BS, BD), tl.float32)
+    stop = z
+    if ONE_TILE:
+        stop = BZ  # a loop that the compiler sees through
+    for first in range(0, stop, BZ):
+        place = first + tl.arange(0, BZ)
+        out = (lead * g + bucket) * z + place
+        key = tl.load(KEYS + out, mask=place < z, other=-1)
+        k, v = _gathered(K, key, dims, d, skm), _gathered(V, key, values, e, svm)
+        p, ds = _gradient_of_logits(
+            q, k, v, dy, lse, delta, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, meetings, scale, offset, left,
+            right, HAS_BIAS, HAS_MEETINGS, WINDOW, OTHERS, PRECISION,
+        )  # fmt: skip
+        _put(DV, tl.dot(tl.trans(p.to(dy.dtype)), dy, input_precision=PRECISION), out, values, e, place < z)
+        if HAS_BIAS:
+            tl.store(D_BIAS + out, tl.sum(ds, 0), mask=place < z)
+        ds = (ds * natural_scale).to(q.dtype)
+        _put(DK, tl.dot(tl.trans(ds), q, input_precision=PRECISION), out, dims, d, place < z)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    _put_dq(DQ, SEATED, dq, lead, bucket, row, seat, query, n, g, s, d, rounds, dims, WHERE)
+
+
+@jit
+def bucketed_bwd_q_kernel(
+    Q, K, V, BIAS, QUERIES, KEYS, LOW, HIGH, RANK, DY, BASE2, DELTA, DQ, SEATED,
+    n, m, d, e, g, s, z, rounds, meetings, heads, group, scale, natural_scale, offset, left, right,
+    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
+    HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, WINDOW: tl.constexpr, OTHERS: tl.constexpr,
+    WHERE: tl.constexpr, BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of queries."""
+    tiles, lead = tl.cdiv(s, BS), tl.program_id(1).to(tl.int64)
+    bucket, batch, head = tl.program_id(0) // tiles, lead // heads, lead % heads
+    seat, dims, values = (tl.program_id(0) % tiles) * BS + tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
+    row = (lead * g + bucket) * s + seat
+    query = tl.load(QUERIES + row, mask=seat < s, other=-1)
+    q, dy, lse, delta = _queries(
+        Q + batch * sqb + head * sqh, DY, BASE2, DELTA, query, lead, n, d, e, sqn, dims, values
+    )
+    K += batch * skb + (head // group) * skh
+    V += batch * svb + (head // group) * svh
+    dq = tl.zeros((BS, BD), tl.float32)
+    for first in range(0, z, BZ):
+        place = first + tl.arange(0, BZ)
+        key = tl.load(KEYS + (lead * g + bucket) * z + place, mask=place < z, other=-1)
+        k, v = _gathered(K, key, dims, d, skm), _gathered(V, key, values, e, svm)
+        p, ds = _gradient_of_logits(
+            q, k, v, dy, lse, delta, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, meetings, scale, offset, left,
+            right, HAS_BIAS, HAS_MEETINGS, WINDOW, OTHERS, PRECISION,
+        )  # fmt: skip
+        dq = tl.dot((ds * natural_scale).to(k.dtype), k, dq, input_precision=PRECISION)
+    _put_dq(DQ, SEATED, dq, lead, bucket, row, seat, query, n, g, s, d, rounds, dims, WHERE)
+
+
+@jit
+def bucketed_bwd_kv_kernel(
+    Q, K, V, BIAS, QUERIES, KEYS, LOW, HIGH, RANK, DY, BASE2, DELTA, DK, DV, D_BIAS,
+    n, m, d, e, g, s, z, rounds, meetings, heads, group, scale, natural_scale, offset, left, right,
+    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
+    HAS_BIAS: tl.constexpr, HAS_MEETINGS: tl.constexpr, WINDOW: tl.constexpr, OTHERS: tl.constexpr,
+    BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys, written to its own seats."""
+    tiles, lead = tl.cdiv(z, BZ), tl.program_id(1).to(tl.int64)
+    bucket, batch, head = tl.program_id(0) // tiles, lead // heads, lead % heads
+    place, dims, values = (tl.program_id(0) % tiles) * BZ + tl.arange(0, BZ), tl.arange(0, BD), tl.arange(0, BE)
+    out = (lead * g + bucket) * z + place
+    key = tl.load(KEYS + out, mask=place < z, other=-1)
+    k = _gathered(K + batch * skb + (head // group) * skh, key, dims, d, skm)
+    v = _gathered(V + batch * svb + (head // group) * svh, key, values, e, svm)
+    dk, dv, d_bias = tl.zeros((BZ, BD), tl.float32), tl.zeros((BZ, BE), tl.float32), tl.zeros((BZ,), tl.float32)
+    for first in range(0, s, BS):
+        seat = first + tl.arange(0, BS)
+        query = tl.load(QUERIES + (lead * g + bucket) * s + seat, mask=seat < s, other=-1)
+        q, dy, lse, delta = _queries(
+            Q + batch * sqb + head * sqh, DY, BASE2, DELTA, query, lead, n, d, e, sqn, dims, values
+        )
+        p, ds = _gradient_of_logits(
+            q, k, v, dy, lse, delta, query, key, BIAS, LOW, HIGH, RANK, lead, n, m, meetings, scale, offset, left,
+            right, HAS_BIAS, HAS_MEETINGS, WINDOW, OTHERS, PRECISION,
+        )  # fmt: skip
+        dv = tl.dot(tl.trans(p.to(dy.dtype)), dy, dv, input_precision=PRECISION)
+        dk = tl.dot(tl.trans((ds * natural_scale).to(q.dtype)), q, dk, input_precision=PRECISION)
+        if HAS_BIAS:
+            d_bias += tl.sum(ds, 0)
+    _put(DK, dk, out, dims, d, place < z)
+    _put(DV, dv, out, values, e, place < z)
+    if HAS_BIAS:
+        tl.store(D_BIAS + out, d_bias, mask=place < z)
+
+
+@jit
+def sum_rounds_kernel(
+    PART, SEATED, OUT, ALONE, K, D_LSE, n, d, heads, group, offset, scale, skb, skh, skm,
+    OR_SELF: tl.constexpr, ROUNDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dq over the rounds in which a query had a seat; who looked at itself gets the gradient of that one logit."""
+    lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
+    dims, here = tl.arange(0, BD), at < n
+    out = tl.zeros((BN, BD), tl.float32)
+    for one in tl.static_range(ROUNDS):
+        place = (lead * ROUNDS + one) * n + at
+        seated = tl.load(SEATED + place, mask=here, other=0) != 0
+        out += _gathered(PART, tl.where(seated, place, -1), dims, d, d).to(tl.float32)
+    to = lead * n + at
+    if OR_SELF:
+        alone = tl.load(ALONE + to, mask=here, other=0) != 0
+        beside = tl.where(alone, at + offset, -1).to(tl.int64)
+        k = _gathered(K + (lead // heads) * skb + ((lead % heads) // group) * skh, beside, dims, d, skm).to(tl.float32)
+        out += k * (tl.load(D_LSE + to, mask=alone, other=0.0) * scale)[:, None]
+    _put(OUT, out, to, dims, d, here)
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
+    alone: Tensor | None = None, less: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """alone (b h n): who looked at itself for want of others. less: what the lse lacks."""
+    q, k, v, how = rows(q), rows(k), rows(v), plain(how)
+    (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
+    lead, (g, s), z = b * h, how.queries.shape[2:], how.keys.shape[3]
+    tensors, sizes, strides, tiles = launch(q, k, v, how, rounds)
+    where = written(rounds, alone is not None)
+
+    def new(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=q.device)
+
+    dy, d_lse = d_out.to(v.dtype).contiguous(), d_lse.contiguous()
+    delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
+    delta_kernel[(_triton.cdiv(lead * n, 64),)](
+        out, dy, d_lse, lse, delta, base2, lead * n, e, less, BN=64, BE=tiles["BE"], num_warps=4
+    )
+    # Gradients of queries by position or seat, those of keys by seat: in the inputs' dtype, as the result will be. Four
+    # roundings in place of one keep dq within twice the reference's error.
+    dq = torch.zeros(b, h, n, d, dtype=q.dtype, device=q.device) if where == ONCE else new(b, h, n, d, dtype=q.dtype)
+    part = dq if where == ONCE else new(lead * (g * s if where == BY_SEAT else rounds * n), d, dtype=q.dtype)
+    seated = torch.zeros(lead * rounds * n if where == BY_POSITION else 0, dtype=torch.int8, device=q.device)
+    dk, dv = new(lead, g * z, d, dtype=k.dtype), new(lead, g * z, e, dtype=v.dtype)
+    d_bias = new(lead, g * z if how.bias is not None else 0, dtype=torch.float32)
+    numbers = (*sizes, how.scale * LOG2E, how.scale, how.offset, how.left, how.right, *strides)
+    if s <= tiles["BS"]:
+        bucketed_bwd_kernel[(g, lead)](
+            *tensors, dy, base2, delta, part, seated, dk, dv, d_bias, *numbers, WHERE=where, **tiles
+        )
+    else:
+        bucketed_bwd_q_kernel[(g * _triton.cdiv(s, tiles["BS"]), lead)](
+            *tensors, dy, base2, delta, part, seated, *numbers, WHERE=where, **tiles
+        )
+        bucketed_bwd_kv_kernel[(g * _triton.cdiv(z, tiles["BZ"]), lead)](
+            *tensors, dy, base2, delta, dk, dv, d_bias, *numbers, **tiles
+        )
+    if where == BY_SEAT:
+        dq = sum_lists(seat_lists(how.queries, n), lead, n, part, d)
+    elif where == BY_POSITION:
+        tile = max(16, 2048 // power(d))
+        sum_rounds_kernel[(_triton.cdiv(n, tile), lead)](
+            part, seated, dq, alone if alone is not None else seated, k, d_lse,
+            n, d, h, h // hk, how.offset, how.scale, *k.stride()[:3],
+            OR_SELF=alone is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
+        )  # fmt: skip
+    del part
+    lists = seat_lists(how.keys, m)
+    of_k = of_v = None
+    if alone is not None:
+        of_k, of_v = Alone(alone, q, d_lse, how.offset, how.scale), Alone(alone, dy, None, how.offset, 1.0)
+    dk, dv = sum_lists(lists, lead, m, dk, d, of_k), sum_lists(lists, lead, m, dv, e, of_v)
+    if how.bias is not None:
+        d_bias = sum_lists(lists, lead, m, d_bias, 1)
+    if hk != h:  # the query heads of a key head, in their order
+        dk, dv = (x.view(b, hk, h // hk, m, -1).float().sum(2) for x in (dk, dv))
+    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, -1)
