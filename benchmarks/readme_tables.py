@@ -1,6 +1,6 @@
 """Write the tables of README.md and docs/ from the rows in results/, between their markers.
 
-    python benchmarks/readme_tables.py           tables, and the picture docs/img/pareto.png
+    python benchmarks/readme_tables.py           tables, and the pictures docs/img/pareto.png and crossings.png
     python benchmarks/readme_tables.py --check   change nothing; exit code 1 where a table is out of date
 
 A marker is an HTML comment, `table:NAME`, and ends at the next `/table`. The newest row of its kind wins.
@@ -18,9 +18,11 @@ from pathlib import Path
 from clusterattn.measure import read
 from clusterattn.measure.report import human_bytes, human_error, human_ratio
 from clusterattn.measure.rows import Row, write_whole
+from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "img" / "pareto.png"
+CROSSINGS, GPU = PICTURE.with_name("crossings.png"), "gpu-bars"
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOT_YET = "*Not measured yet.*\n"
 PICTURE_COLOURS = 256  # a palette: the file shrinks to less than half
@@ -136,12 +138,31 @@ def cpu_table() -> str:
     return speed_tables([row for row in found if _is_speed(row) and row["device"] == "cpu"], "torch's SDPA")
 
 
+def gpu_rows() -> list[Row]:
+    """Rows of the GPU bars at the newest commit that has some; a rehearsal's are none."""
+    found = [row for row in rows(GPU) if row["device"] == "cuda"]
+    return [row for row in found if row["environment"]["commit"] == found[-1]["environment"]["commit"]]
+
+
 def gpu_table() -> str:
-    themes = {row["theme"] for path in RESULTS.glob("*.jsonl") for row in read(path)}
-    found = rows("bench", *(theme for theme in themes if str(theme).startswith("gpu")))
-    return speed_tables(
-        [row for row in found if _is_speed(row) and row["device"] == "cuda"], "the fastest SDPA backend"
-    )
+    """Times as fast as exact attention, by length, and the picture of the crossings."""
+    found = gpu_rows()
+    if not found:
+        return NOT_YET
+    speeds = speed_tables([row for row in found if _is_speed(row)], "the fastest SDPA backend")
+    words = "Time per token against the length; rings mark where a method passes exact attention"
+    return f"{speeds}\n![{words}]({CROSSINGS.relative_to(ROOT).as_posix()})\n"
+
+
+def gpu_figures() -> str:
+    """Everything that `benchmarks/gpu.py` prints, a line for each method and shape."""
+    found = gpu_rows()
+    if not found:
+        return NOT_YET
+    lines = ordered(joined(found))
+    body = [(f"`{label}`", *others) for label, *others in map(cells, lines)]
+    notes = "".join(f"- {each}\n" for each in failures(lines))
+    return table(HEAD, body) + origin(found, str(found[-1]["dtype"])) + (f"\n{notes}" if notes else "")
 
 
 def _is_speed(row: Row) -> bool:
@@ -202,6 +223,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "cpu-memory": memory_table,
     "gpu": gpu_table,
+    "gpu-figures": gpu_figures,
     "settings-refined": settings_table("from Improved to Refined"),
     "settings-steps": settings_table("steps of k-means"),
     "settings-far": settings_table("starting far apart"),
@@ -218,20 +240,30 @@ def filled(page: str) -> str:
 
 
 def draw() -> None:
-    """The Pareto picture of the newest comparison, with a palette."""
-    from PIL import Image
-
+    """The Pareto picture of the newest comparison, and the crossings of the GPU rows of the first shape."""
     from clusterattn.measure.plots import pareto
+    from clusterattn.measure.plots_speed import crossings
 
     found = newest_run("compare") if rows("compare") else []
-    if not found:
-        return
-    png = pareto([row for row in found if row["budget"] == 1], [row for row in found if row["budget"] != 1])
+    if found:
+        png = pareto([row for row in found if row["budget"] == 1], [row for row in found if row["budget"] != 1])
+        write_whole(PICTURE, with_palette(png))
+    found = gpu_rows()
+    if found:
+        kind = ("h", "d", "dtype", "causal")
+        first = [found[0][key] for key in kind]
+        alike = [row for row in found if [row[key] for key in kind] == first]
+        write_whole(CROSSINGS, with_palette(crossings(alike)))
+
+
+def with_palette(png: bytes) -> bytes:
+    from PIL import Image
+
     small = io.BytesIO()
     image = Image.open(io.BytesIO(png)).convert("RGB")
     image = image.quantize(PICTURE_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
-    write_whole(PICTURE, small.getvalue())
+    return small.getvalue()
 
 
 def main() -> int:

@@ -1,8 +1,13 @@
 """clusterattn: attention by clustering. Every method behind one call, ``ca.attention``."""
 
+from typing import Any
+
 from . import nn
 from ._attention import attention, attention_matrix, groups
+from ._plan import Plan
+from ._tune import tune
 from ._types import Attended, Buckets, Clusters, Mask, Method
+from .measure.sampled import ErrorReport, error_report
 from .methods import (
     METHODS,
     Clustered,
@@ -31,12 +36,14 @@ __all__ = [
     "ClusterFormerState",
     "Clustered",
     "Clusters",
+    "ErrorReport",
     "Exact",
     "Improved",
     "Local",
     "Mask",
     "Method",
     "OracleTop",
+    "Plan",
     "Refined",
     "Reformer",
     "Routing",
@@ -44,8 +51,19 @@ __all__ = [
     "Smyrf",
     "attention",
     "attention_matrix",
+    "error_report",
     "groups",
     "merge",
     "method",
     "nn",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``ca.hf`` is imported when it is first used: it needs transformers, the rest of the library torch alone."""
+    if name == "hf":
+        import importlib
+
+        return importlib.import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command `clusterattn`: compare, bench, env.
+"""The command `clusterattn`: compare, bench, env; approximate and tune are in _cli_pretrained.py.
 
 What the commands need beyond torch comes with the extra "cli" and is imported only when it is used.
 """
@@ -44,6 +44,12 @@ ABOUT = """Clustered and sparse attention, measured against exact attention.
 
   clusterattn bench --lengths 1024,4096,16384
 
+[bold]A pretrained model with other attention in it; the cheapest settings inside a tolerance[/]
+
+  clusterattn approximate MODEL --task embed --data book.txt --length 512
+
+  clusterattn tune MODEL --data book.txt --length 512 --tolerance 0.02 --out plan.json
+
 [bold]What is installed, and which backend would run[/]
 
   clusterattn env
@@ -69,7 +75,9 @@ def build() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (compare, bench, env):
+    from ._cli_pretrained import approximate, tune
+
+    for command in (compare, bench, approximate, tune, env):
         app.command()(command)
     return app
 
@@ -184,7 +192,10 @@ def bench(
         str | None,
         typer.Option(help=f"Comma-separated. Default on the CPU: {LENGTHS['cpu']}.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: 1; on cuda as many as make 32768 tokens.", show_default=False),
+    ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 6,
     dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
     dtype: Annotated[
@@ -196,9 +207,9 @@ def bench(
     backward: Annotated[bool, typer.Option(help="Measure forward + backward as well.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory as well.")] = True,
     repetitions: Annotated[
-        int, typer.Option(min=1, help="Turns that every method takes; its fastest counts.")
+        int, typer.Option(min=1, help="Turns that every method takes; its fastest counts (on cuda: by time).")
     ] = 5,
-    seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass.")] = 30.0,
+    seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass (cpu).")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
     out: Annotated[
@@ -210,8 +221,9 @@ def bench(
 ) -> None:
     """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
 
-    All take turns, so that a slow moment of the machine falls on all alike. On CUDA each method is first
-    checked against its reference; one that fails gets no time.
+    On the CPU all take turns, so that a slow moment of the machine falls on all alike. On CUDA one table:
+    each method is first checked against its reference (one that fails gets no time), then timed as a CUDA
+    graph beside the fastest SDPA backend, with its distance to one pass through memory and its error.
 
     [bold]Examples[/]
 
@@ -229,7 +241,9 @@ def bench(
         from .measure.bench import bench as measure
         from .measure.compare import refusal
         from .measure.plots import scaling
+        from .measure.plots_speed import crossings
         from .measure.sample import mixture
+        from .measure.speed_table import as_text
 
         _need_now("rich", "matplotlib")
         where = _device(device)
@@ -263,9 +277,12 @@ def bench(
             ):
                 files.append(path, row)
                 found.append(row)
-        picture = files.write_whole(path.with_suffix(".png"), scaling(found))
+        draw = crossings if where == "cuda" else scaling
+        picture = files.write_whole(path.with_suffix(".png"), draw(found))
         if as_json:
             print(files.dumps(found))
+        elif where == "cuda":
+            print(as_text(found), "", path, picture, sep="\n")
         else:
             show_bench(found, [path, picture])
 

@@ -23,7 +23,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def test_every_snippet_runs_in_order() -> None:
+def test_every_snippet_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(0)
     known = dict(ca.METHODS)
     names: dict[str, Any] = {"__name__": "readme"}

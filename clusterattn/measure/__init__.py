@@ -6,13 +6,16 @@ Measuring needs torch alone; ``plots``, ``report`` and ``show`` need the extra "
 from .error import exact_answer, head_errors, relative_error, row_l1
 from .rows import append, environment, read
 from .sample import Sample, embedded, load, mixture
+from .sampled import ErrorReport, error_report
 from .speed import interleaved, peak_memory
 
 __all__ = [
+    "ErrorReport",
     "Sample",
     "append",
     "embedded",
     "environment",
+    "error_report",
     "exact_answer",
     "head_errors",
     "interleaved",

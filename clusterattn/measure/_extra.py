@@ -1,19 +1,19 @@
-"""Third parties that the library itself can do without. All of them come with one extra."""
+"""Third parties that the library itself can do without. They come with an extra: "cli", or "hf" for models."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-INSTALL = 'pip install "clusterattn[cli]"'
+FOR = {"cli": "the commands", "hf": "pretrained models"}
 
 
-def need(module: str) -> Any:
-    """Import a module of the extra, or say which extra is missing."""
+def need(module: str, extra: str = "cli") -> Any:
+    """Import a module of an extra, or say which extra is missing."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         absent = f"{missing.name or module} is not installed"
         raise ModuleNotFoundError(
-            f"{absent}; it comes with the commands: {INSTALL}", name=missing.name
+            f'{absent}; it comes with {FOR[extra]}: pip install "clusterattn[{extra}]"', name=missing.name
         ) from None

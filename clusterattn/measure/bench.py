@@ -1,17 +1,19 @@
 """Time and peak memory per token against the length, forward and forward + backward, beside exact attention.
 
-The peer is ``F.scaled_dot_product_attention`` as a user would call it; on CUDA every backend of it that runs
-is timed and the fastest one counts, at every length.
+The peer is ``F.scaled_dot_product_attention`` as a user would call it. On the CPU all take turns; on CUDA the
+figures come from a race (race.py): checked first, then timed as CUDA graphs against the best backend of the peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import attention, groups
 from .._types import Method
@@ -22,7 +24,9 @@ from .speed import Run, interleaved, peak_memory
 PEER = "sdpa"
 PASSES = ("forward", "forward+backward")
 CHECKED_ON = ("cuda",)  # devices where another backend than the reference may answer
-CHECKED_LENGTH = 1024  # kernels are proved right on the first so many tokens before they are timed
+CHECKED_LENGTH = 2048  # kernels are proved right on the first so many tokens before they are timed
+TOKENS = 32768  # on CUDA as many sequences as make so many tokens run together
+GRADIENTS = ("dq", "dk", "dv")
 MEMORY_BY = {"cpu": "torch's CPU allocator (profiler)", "cuda": "torch.cuda.max_memory_allocated"}
 
 Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
@@ -32,7 +36,7 @@ def bench(
     methods: Sequence[Method],
     *,
     lengths: Sequence[int],
-    batch: int = 1,
+    batch: int | None = None,
     heads: int = 6,
     dim: int = 64,
     dtype: torch.dtype = torch.float32,
@@ -45,16 +49,30 @@ def bench(
     memory: bool = True,
     tick: Tick | None = None,
 ) -> Iterator[Row]:
-    """Rows as they are measured, shortest length first: for each pass the peer, then each method."""
+    """Rows as they are measured, shortest length first: for each pass the peer, then each method.
+
+    batch    None: 1 on the CPU, and on CUDA as many as make 32 768 tokens together
+    """
     device = torch.device(device)
-    steps = len(lengths) * len(passes)
+    if device.type == "cuda":
+        from .race import Race  # which is made of the parts below
+
+        race = Race(device, dtype, causal=causal, seed=seed)
+        for n in sorted(lengths):
+            for method in methods:
+                if tick is not None:
+                    tick(f"{n} tokens, {method}", len(lengths) * len(methods))
+                shape = (batch or max(TOKENS // n, 1), heads, n, dim)
+                yield from race.rows(method, shape, passes=passes, memory=memory)
+        return
+    batch, steps = batch or 1, len(lengths) * len(passes)
     around = environment(device)
     for n in sorted(lengths):
         sample = mixture(batch, heads, n, dim, seed=seed).to(device, dtype)
         for which in passes:
             backward = which == "forward+backward"
-            runs: dict[str, Run] = dict(_peers(sample, causal, backward, device))
-            peers, wrong = list(runs), {}
+            runs: dict[str, Run] = {PEER: peer_pass(sample, causal=causal, backward=backward)}
+            wrong = {}
             if tick is not None:
                 tick(f"{n} tokens, {which}", steps)
             for method in methods:
@@ -65,38 +83,33 @@ def bench(
                     wrong[str(method)] = fault
             turns = interleaved(runs, repetitions=repetitions, device=device, seconds=seconds)
             taken = {name: min(times) for name, times in turns.items()}
-            best = min(peers, key=lambda name: taken[name])
-            held = (
-                {name: peak_memory(runs[name], device) for name in runs if name in (best, *map(str, methods))}
-                if memory
-                else {}
-            )
+            held = {name: peak_memory(run, device) for name, run in runs.items()} if memory else {}
             where = {
                 **dict(zip("bhnd", (batch, heads, n, dim), strict=True)),
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
                 "causal": causal,
                 "pass": which,
-                "repetitions": len(turns[best]),
+                "repetitions": len(turns[PEER]),
                 "data": sample.source,
                 "memory_by": MEMORY_BY[device.type],
                 "environment": around,
             }
             tokens = batch * n
-            for name in (best, *map(str, methods)):
-                row: Row = {"theme": "bench", "method": PEER if name == best else name}
+            for name in (PEER, *map(str, methods)):
+                row: Row = {"theme": "bench", "method": name}
                 if name in wrong:
                     yield {**row, "failed": wrong[name], **where}
                     continue
                 yield {
                     **row,
-                    "peer": best,
+                    "peer": PEER,
                     "seconds": taken[name],
                     "seconds_per_token": taken[name] / tokens,
-                    "speedup": taken[best] / taken[name],
+                    "speedup": taken[PEER] / taken[name],
                     "memory_bytes": held.get(name),
                     "memory_per_token": held[name] / tokens if name in held else None,
-                    "memory_share": held[name] / max(held[best], 1) if name in held else None,
+                    "memory_share": held[name] / max(held[PEER], 1) if name in held else None,
                     **where,
                 }
 
@@ -137,70 +150,83 @@ def _pass(sample: Sample, answer: Callable[[Tensor, Tensor, Tensor], Tensor], ba
         return forward
 
     leaves = [x.detach().requires_grad_() for x in (sample.q, sample.k, sample.v)]
-    weight = torch.randn(
-        (*sample.q.shape[:3], sample.v.shape[3]),
-        generator=torch.Generator().manual_seed(1),
-        dtype=torch.float32,
-    ).to(sample.q)
+    d_out = direction(sample)
 
     def both() -> object:
-        return torch.autograd.grad(
-            answer(*leaves), leaves, weight, allow_unused=True
-        )  # Reformer has no use for k
+        return torch.autograd.grad(answer(*leaves), leaves, d_out, allow_unused=True)  # Reformer has no use for k
 
     return both
 
 
-def _peers(sample: Sample, causal: bool, backward: bool, device: torch.device) -> Mapping[str, Run]:
-    """Exact attention as a user has it for free: on CUDA each backend that can run here, by name."""
-    plain = peer_pass(sample, causal=causal, backward=backward)
-    if device.type != "cuda":
-        return {PEER: plain}
-    found: dict[str, Run] = {PEER: plain}
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+def direction(sample: Sample) -> Tensor:
+    """The gradient of out that backward starts from, (b h n e)."""
+    shape, device = (*sample.q.shape[:3], sample.v.shape[3]), sample.q.device
+    draw = torch.Generator(device).manual_seed(1)
+    return torch.randn(shape, generator=draw, device=device, dtype=torch.float32).to(sample.q)
 
-        def run(backend: SDPBackend = backend) -> object:
-            with sdpa_kernel(backend):
-                return plain()
 
-        try:
-            run()
-        except RuntimeError:  # this backend does not take this dtype, shape or GPU
-            continue
-        found[f"{PEER} {backend.name.split('_')[0].lower()}"] = run
-    return found
+FACTORS = {"bmm": (0, 1), "mm": (0, 1), "baddbmm": (1, 2), "baddbmm_": (1, 2), "addmm": (1, 2), "addmm_": (1, 2)}
+
+
+class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The reference, with both factors of every matrix product rounded to ``dtype``; sums stay as wide as they are.
+
+    That is what a tensor core does, and so it is the fair yardstick for a kernel: the plain reference multiplies in
+    fp32 whatever came in, and errs only where it rounds its answer. No kernel in half precision can follow it there
+    (weights and their gradients go through a product in the kernel's own dtype), however right it is.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "clusterattn":  # one of our own operators: look inside
+            kind = next(x.device.type for x in args if isinstance(x, Tensor)).upper()
+            key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind))
+            with self:
+                return func.redispatch(key, *args, **kwargs)
+        at = FACTORS.get(func.overloadpacket.__name__, ())
+        return func(*(x.to(self.dtype).to(x.dtype) if i in at else x for i, x in enumerate(args)), **kwargs)
 
 
 def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: int) -> str | None:
-    """Is the fast path right? None when it is, else a sentence.
+    """Is the fast path right? None when it is, else a sentence that begins with what is wrong.
 
-    With the groups given, its largest error against the reference in fp64 may be 2× (gradients 3×) that of
-    the reference in its own dtype.
+    With the groups given, its error against the reference in fp64 may be 2× (gradients 3×) that of the reference
+    with products in its own dtype, both the largest and the relative l2 error. 8 roundings of the largest number
+    (for the l2 error: one rounding) are always allowed.
     """
     q, k, v = (x[:1, :, :CHECKED_LENGTH] for x in (sample.q, sample.k, sample.v))
-    given = groups(q.double(), k.double(), method=method, causal=causal, seed=seed, backend="reference")
+    key_mask = None if sample.key_mask is None else sample.key_mask[:1, :CHECKED_LENGTH]
+    call: dict[str, Any] = {"method": method, "key_mask": key_mask, "causal": causal, "seed": seed}
+    d_out, given = direction(Sample(q, k, v)), groups(q.double(), k.double(), backend="reference", **call)
 
     def outcome(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves = [x.to(dtype).detach().requires_grad_(backward) for x in (q, k, v)]
-        out = attention(*leaves, method=method, causal=causal, seed=seed, groups=given, backend=backend)
+        out = attention(*leaves, groups=given, backend=backend, **call)
         assert isinstance(out, Tensor)
         if not backward:
             return [out]
-        grads = torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
+        with torch.autograd.set_multithreading_enabled(False):  # the rounding above belongs to this thread
+            grads = torch.autograd.grad(out, leaves, d_out.to(dtype), allow_unused=True)
         return [
             out.detach(),
             *(torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)),
         ]
 
-    truth, plain, fast = (
-        outcome(torch.float64, "reference"),
-        outcome(q.dtype, "reference"),
-        outcome(q.dtype, "auto"),
-    )
-    for name, right, usual, ours in zip(("out", "dq", "dk", "dv"), truth, plain, fast, strict=False):
-        allowed = (2 if name == "out" else 3) * float((usual.double() - right).abs().max())
-        allowed = max(allowed, torch.finfo(q.dtype).eps * float(right.abs().max()))
-        miss = float((ours.double() - right).abs().max())
+    rounding = torch.finfo(q.dtype).eps
+    truth, fast = outcome(torch.float64, "reference"), outcome(q.dtype, "auto")
+    with RoundedProducts(q.dtype) if q.dtype.itemsize < 4 else nullcontext():
+        plain = outcome(q.dtype, "reference")
+    for name, right, usual, ours in zip(("out", *GRADIENTS), truth, plain, fast, strict=False):
+        times, scale, size = 2 if name == "out" else 3, float(right.abs().max()), float(right.norm())
+        ours, usual = ours.double() - right, usual.double() - right
+        miss, allowed = float(ours.abs().max()), max(times * float(usual.abs().max()), 8 * rounding * scale)
         if not miss <= allowed:
             return f"{name} is off by {miss:.3g} where the reference allows {allowed:.3g}"
+        miss, allowed = float(ours.norm()), max(times * float(usual.norm()), rounding * size)
+        if not miss <= allowed:
+            return f"{name} is off by {miss / size:.3g} in l2 where the reference allows {allowed / size:.3g}"
     return None

@@ -24,6 +24,7 @@ STYLE: dict[str, tuple[str, str]] = {  # name -> colour, marker
     "clusterformer": ("#8C6D00", "X"),
     "oracle_top": ("#7F7F7F", "p"),
     "local": ("#B0A8A0", "h"),
+    "plan": ("#7B3294", "*"),
 }
 OTHER = ("#444444", ".")
 MAP_TOKENS = 1024  # a map with more rows or columns than this is cut to its first corner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +15,10 @@ from ._extra import need
 from .compare import DENSE_LIMIT, Comparison
 from .rows import Row, dumps, write_whole
 
-TEMPLATE = Path(__file__).parent / "report.html.jinja"
+if TYPE_CHECKING:
+    from .approximate import Approximation
+
+TEMPLATES = Path(__file__).parent
 SHOWN_HEADS = 3
 SHOWN_CLUSTERS = 14
 FIGURE_8 = ("clustered", "improved", "refined")
@@ -137,33 +140,46 @@ def headline(result: Comparison) -> str:
 
 
 def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "") -> str:
-    jinja2 = need("jinja2")
-    page = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     exact, *others = result.rows
     b, h, n, m, d, e = result.sample.shape
+    return page(
+        "report.html.jinja",
+        pictures,
+        headline=headline(result),
+        rows=[exact, *sorted(others, key=lambda row: float(row["error"]))],
+        worst=max([float(row["error"]) for row in result.rows] or [1.0]) or 1.0,
+        skipped=result.skipped,
+        notes=result.notes,
+        clusters=words_of_clusters(result),
+        heads=_head_table(result),
+        source=result.sample.source,
+        shape=f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
+        length=n,
+        causal=result.causal,
+        command=command,
+        environment=exact["environment"],
+    )
+
+
+def page(template: str, pictures: dict[str, bytes], **facts: Any) -> str:
+    """A template of this folder with its pictures inside: one file that needs no other."""
+    jinja2 = need("jinja2")
+    made = jinja2.Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader(TEMPLATES, encoding="utf-8"),
+    )
     return str(
-        page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-            headline=headline(result),
-            rows=[exact, *sorted(others, key=lambda row: float(row["error"]))],
-            worst=max([float(row["error"]) for row in result.rows] or [1.0]) or 1.0,
-            skipped=result.skipped,
-            notes=result.notes,
+        made.get_template(template).render(
             images={name: base64.b64encode(png).decode("ascii") for name, png in pictures.items()},
-            clusters=words_of_clusters(result),
-            heads=_head_table(result),
-            source=result.sample.source,
-            shape=f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
-            length=n,
-            causal=result.causal,
-            command=command,
-            environment=exact["environment"],
             error=human_error,
             ratio=human_ratio,
             seconds=human_seconds,
             bytes=human_bytes,
             colour=lambda row: plots.style_of(row["name"])[0],
+            **facts,
         )
     )
 
@@ -182,6 +198,90 @@ def _head_table(result: Comparison) -> dict[str, Any] | None:
         "columns": [name.heads[i] if name.heads else f"head {i}" for i in range(h)],
         "rows": [(name.batch[i] if name.batch else f"batch {i}", errors[i].tolist()) for i in range(b)],
     }
+
+
+# ---------------------------------------------------------------------------------------------------- a whole model
+
+
+def write_approximation(result: Approximation, folder: str | Path, *, command: str = "") -> list[Path]:
+    """Write report.html, its pictures and rows.jsonl; the paths, the report first."""
+    folder = Path(folder)
+    pictures = draw_approximation(result)
+    exact, *others = result.rows
+    made = page(
+        "approximate.html.jinja",
+        pictures,
+        headline=approximation_headline(result),
+        about=exact,
+        figures=list(exact["figures"]),
+        rows=[exact, *sorted(others, key=lambda row: float(row["error"]))],
+        worst=max(float(row["error"]) for row in result.rows) or 1.0,
+        notes=result.notes,
+        command=command,
+        number=human_number,
+        signed=lambda value: human_number(value, sign=True),
+    )
+    return [
+        write_whole(folder / "report.html", made),
+        *(write_whole(folder / f"{name}.png", png) for name, png in pictures.items()),
+        write_whole(folder / "rows.jsonl", "".join(dumps(row) + "\n" for row in result.rows)),
+    ]
+
+
+def draw_approximation(result: Approximation) -> dict[str, bytes]:
+    """The pictures that this result allows, by name."""
+    from . import plots_model
+
+    pictures: dict[str, bytes] = {}
+    if len(result.rows) > 1:
+        pictures["tradeoff"] = plots_model.tradeoff(result.rows)
+    if any(result.heads.values()):
+        pictures["heat"] = plots_model.heat(result.heads)
+    if result.maps:
+        drawn = [head.weights() for head in result.maps.values()]
+        columns = [label for label in drawn[0] if all(label in each for each in drawn)][:4]
+        weights = {plots.short(label): [each[label] for each in drawn] for label in columns}
+        names = plots_model.tails(list(result.maps))
+        places = [f"{name}, head {head.at}" for name, head in zip(names, result.maps.values(), strict=True)]
+        pictures["maps"] = plots.maps(weights, places)
+    return pictures
+
+
+def approximation_headline(result: Approximation) -> str:
+    """What this result says, in sentences that are true whatever the numbers are."""
+    exact, *others = result.rows
+    if not others:
+        return f"With exact attention the {result.metric} is {human_number(exact['value'])}."
+    closest = min(others, key=lambda row: float(row["error"]))
+    sign = -1 if exact["higher_is_better"] else 1
+    better = min(others, key=lambda row: sign * float(row["value"]))
+    said = (
+        f"Closest to exact attention is {closest['method']}: hidden states are off by {closest['error']:.2g} with "
+        f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
+    )
+    if exact["task"] == "hidden":
+        return said
+    return said + (
+        f" {result.metric.capitalize()}: {human_number(exact['value'])} with exact attention, "
+        f"{human_number(better['value'])} at best ({better['method']})."
+    )
+
+
+def approximation_cells(row: Row) -> list[str]:
+    """The printed columns: the task's figures, the difference, the error of hidden states, the share, the time."""
+    return [
+        *(human_number(value) for value in row["figures"].values()),
+        human_number(row["difference"], sign=True) if row["name"] != "exact" else "",
+        human_error(row["error"]),
+        f"{row['cost_share']:.1%}",
+        human_ratio(1 / row["speedup"]),
+    ]
+
+
+def human_number(value: float, sign: bool = False) -> str:
+    """Four digits that matter: 12.34, 0.1234, 1.2e-05."""
+    plus = "+" if sign else ""
+    return f"{value:{plus}.4g}" if value == 0 or abs(value) >= 1e-4 else f"{value:{plus}.1e}"
 
 
 def human_error(error: float) -> str:

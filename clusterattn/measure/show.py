@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ._extra import need
 
 if TYPE_CHECKING:
+    from .._plan import Plan
+    from .approximate import Approximation
     from .compare import Comparison
     from .rows import Row
 
@@ -37,6 +39,44 @@ def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
     for note in result.notes:
         rich.print(f"[dim]{note}[/]", highlight=False)
     rich.print(headline(result), highlight=False)
+    _show_written(written)
+
+
+def show_approximation(result: Approximation, written: Sequence[Path]) -> None:
+    from .report import approximation_cells, approximation_headline
+
+    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    exact, *others = result.rows
+    size = f"{exact['sequences']} sequences of {exact['keys_mean']:.0f} keys on average"
+    rich.print(f"[dim]{_literal(exact['model'])}, {exact['task']}, {size}[/]", highlight=False)
+    table.add_column("method", no_wrap=True)
+    for title in (*exact["figures"], "difference", "hidden-state error", "multiply-adds", "time"):
+        table.add_column(title, justify="right")
+    table.add_row(*(f"[dim]{cell}[/]" for cell in ("exact", *approximation_cells(exact))))
+    for row in sorted(others, key=lambda row: float(row["error"])):
+        table.add_row(_literal(row["method"]), *approximation_cells(row))
+    rich.print(table)
+    for note in result.notes:
+        rich.print(f"[dim]{_literal(note)}[/]", highlight=False)
+    rich.print(approximation_headline(result), highlight=False)
+    _show_written(written)
+
+
+def show_plan(plan: Plan, written: Sequence[Path]) -> None:
+    """Which layer got what, what it costs there, and what all of it together does to the model's output."""
+    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    for title in ("layer", "method", "share of exact's cost", "error in the layer"):
+        table.add_column(title, justify="left" if title in ("layer", "method") else "right")
+    for row in plan.note["layers"]:
+        cells = row["layer"], row["method"], f"{row['cost_share']:.1%}", f"{row['error']:.4f}"
+        table.add_row(*(_literal(cell) for cell in cells), style="dim" if row["method"] == "exact" else None)
+    rich.print(table)
+    note = plan.note
+    rich.print(
+        f"error of the model's output {note['error']:.4f} (tolerance {note['tolerance']:g}) with "
+        f"{note['cost_share']:.1%} of exact attention's {note['cost']}",
+        highlight=False,
+    )
     _show_written(written)
 
 

@@ -1,7 +1,8 @@
 """Time and peak memory of a call, measured against a peer in the same run.
 
 Time: the runs take turns (a, b, c, a, b, c, …), so a slow moment of the machine falls on all of them alike;
-the minimum counts, since noise only ever adds. CUDA is timed with events, the CPU with the wall clock.
+the minimum counts, since noise only ever adds. CUDA is timed with events, the CPU with the wall clock. On CUDA
+``timed`` also replays the run as a CUDA graph: that is what the GPU needs, without what Python takes to ask for it.
 
 Memory: the peak of what torch's own allocator hands out during the call, above what it held before (so inputs
 do not count, the answer does). On CUDA that is ``max_memory_allocated``; on the CPU torch's profiler reports
@@ -18,13 +19,41 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Run = Callable[[], object]
+BLOCK = 2e-3  # seconds of replays between two events: their own cost (about a microsecond) must not show
+COPIED, COPIES = 2**29, 8  # bytes that a copy moves (ten times what the largest caches hold), and how often
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long one call takes."""
+
+    seconds: float  # the figure that counts: as a graph where there is one
+    eager: float  # called from Python, one call at a time
+    repetitions: int
+    replay: Replay | None  # the captured graph
+    why_eager: str | None  # why there is none
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured run. Its answer lies in the same memory after every replay."""
+
+    graph: Any
+    answer: object
+
+    def __call__(self) -> object:
+        self.graph.replay()
+        return self.answer
 
 
 def interleaved(
@@ -66,6 +95,79 @@ def once(run: Run, device: str | torch.device = "cpu") -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
+
+
+def timed(run: Run, device: str | torch.device = "cpu", *, seconds: float = 0.2) -> Timed:
+    """Time a run that has been warmed up, in about 2 × ``seconds`` (more only where a few calls take longer)."""
+    eager, turns = _fastest(run, device, seconds)
+    if torch.device(device).type != "cuda":
+        return Timed(eager, eager, turns, None, None)
+    try:
+        replay = captured(run)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return Timed(eager, eager, turns, None, first_line(error))
+    taken, turns = _fastest(replay, device, seconds)
+    return Timed(taken, eager, turns, replay, None)
+
+
+def captured(run: Run) -> Replay:
+    """One call as a CUDA graph: inputs stay where they are, everything else (gradients too) is allocated inside."""
+    cuda: Any = torch.cuda
+    before, side = cuda.current_stream(), cuda.Stream()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its debug mode a prototype, once per process
+        side.wait_stream(before)
+        asked = cuda.get_sync_debug_mode()
+        try:  # what waits for the GPU can not be captured: found out here, where it does no harm
+            cuda.set_sync_debug_mode("error")
+            with cuda.stream(side):
+                run()
+        finally:
+            cuda.set_sync_debug_mode(asked)
+            before.wait_stream(side)
+    cuda.synchronize()
+    graph = cuda.CUDAGraph()
+    try:
+        with cuda.graph(graph, stream=side):
+            answer = run()
+    finally:
+        cuda.set_stream(before)  # a capture that fails leaves its own stream behind
+    return Replay(graph, answer)
+
+
+def _fastest(run: Run, device: str | torch.device, seconds: float) -> tuple[float, int]:
+    """The fastest turn of a few, each of so many calls that the clock's own cost does not show; and how many calls."""
+    first = once(run, device)
+    calls = max(1, ceil(BLOCK / max(first, 1e-9))) if isinstance(run, Replay) else 1
+    least = 2 if first <= 3 * seconds else 1  # over so long a call, moments of noise even out by themselves
+    turns = min(max(int(seconds / max(first * calls, 1e-9)), least), 12)
+
+    def turn() -> None:
+        for _ in range(calls):
+            run()
+
+    taken = [first, *(once(turn, device) / calls for _ in range(turns))]
+    return min(taken), 1 + turns * calls
+
+
+def copy_speed(device: str | torch.device, size: int = COPIED) -> float:
+    """Bytes per second of a copy within the device's memory, read and written bytes together."""
+    source = torch.ones(size // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+
+    def several() -> None:  # in a row, so that only the first one is waited for
+        for _ in range(COPIES):
+            target.copy_(source)
+
+    several()
+    return 2 * size * COPIES / min(once(several, device) for _ in range(5))
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and what it says, without the pages that torch adds."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0]}"
 
 
 def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:

@@ -1,0 +1,18 @@
+"""Pretrained models: put a method in the place of their attention, look at what flows, put everything back.
+
+Importing this registers "clusterattn" as an attention implementation of Hugging Face transformers.
+"""
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ModuleNotFoundError as _missing:
+    raise ModuleNotFoundError(
+        f'{_missing.name} is not installed; clusterattn.hf needs it: pip install "clusterattn[hf]"', name=_missing.name
+    ) from None
+
+from .calls import Call
+from .observe import observe
+from .register import NAME
+from .swap import Report, Row, layers, restore, swap
+
+__all__ = ["NAME", "Call", "Report", "Row", "layers", "observe", "restore", "swap"]
