@@ -126,8 +126,11 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The reference path indexes directly; these ops exist for the sake of a kernel in their backward: see test_kernels.py.
-KERNELS_ALONE = {"take", "take_backward", "broadcast", "broadcast_backward"}
+# Served by kernels alone, and checked beside them: see test_kernels.py and test_kernels_hashing.py.
+KERNELS_ALONE = {
+    "take", "take_backward", "broadcast", "broadcast_backward", "roll", "codes", "near_and_far", "near_and_far_backward",
+    "directions", "scores", "polytope", "balanced", "chunked", "unit", "unit_backward",
+}  # fmt: skip
 
 
 def ops() -> set[str]:
@@ -145,6 +148,8 @@ def recorded() -> list[tuple[Any, tuple[Any, ...]]]:
                     draw(case, b=1, h=2, hk=1, n=17, m=19, d=3, e=2, dtype=torch.float32), "holes"
                 ).leaves()
                 gradients(x.attend(case.method, causal=causal, return_lse=True), x)
+        x = draw(laws.CASES[0], b=1, h=2, hk=1, n=17, m=19, d=3, e=2, dtype=torch.float32)
+        x.attend(ca.Refined(clusters=4, sample=8), causal=False)  # without a mask
     return list(seen.calls.values())
 
 

@@ -81,16 +81,13 @@ def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: boo
         assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
 
 
+@pytest.mark.parametrize("start", ["random", "far"])
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
-def test_groups_are_equally_good(metric: str) -> None:
+def test_groups_are_equally_good(metric: str, start: str) -> None:
     """k-means by kernels: nearly every label equal; a different one is a tie within rounding."""
     (q, k, _), keep, _ = inputs((1, 2, 2, 90, 90, 16, 16), torch.float32)
-    one, two = (
-        ca.groups(
-            q, k, method=ca.Clustered(clusters=7, metric=metric, steps=3, bits=15), key_mask=keep, backend=backend
-        )
-        for backend in ("reference", "triton")
-    )
+    method = ca.Clustered(clusters=7, metric=metric, start=start, steps=3, bits=15)
+    one, two = (ca.groups(q, k, method=method, key_mask=keep, backend=backend) for backend in ("reference", "triton"))
     assert (one.labels == two.labels).float().mean() > 0.98
     assert torch.allclose(one.means, two.means, atol=0.2)
 
@@ -113,6 +110,7 @@ def test_opcheck_with_kernels() -> None:
         (ops.broadcast, (c, labels, order, first)),
         (ops.means, (q, labels, order, first, 3, True)),
         (ops.codes, (q.detach(), k[0, 0].detach().mT.contiguous(), None)),
+        (ops.farthest, (q.detach(), at, 2, None, False, True)),
         (ops.kmeans, (q.detach(), None, at, None, None, 1, False, True)),
         (ops.covariance, (k.detach(), keep, None, True)),
         (ops.covariance, (k.detach(), None, at[:, :1], True)),

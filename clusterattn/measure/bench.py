@@ -169,11 +169,12 @@ FACTORS = {"bmm": (0, 1), "mm": (0, 1), "baddbmm": (1, 2), "baddbmm_": (1, 2), "
 
 
 class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The reference, with both factors of every matrix product rounded to ``dtype``; sums stay as wide as they are.
+    """The reference, with both factors of every matrix product and the product rounded to ``dtype``; sums inside stay
+    as wide as they are.
 
-    That is what a tensor core does, and so it is the fair yardstick for a kernel: the plain reference multiplies in
-    fp32 whatever came in, and errs only where it rounds its answer. No kernel in half precision can follow it there
-    (weights and their gradients go through a product in the kernel's own dtype), however right it is.
+    That is what PyTorch's own products in that dtype do, and so it is the fair yardstick for a kernel: the plain
+    reference multiplies in fp32 whatever came in, and errs only where it rounds its answer. No kernel in half precision
+    can follow it there (weights and their gradients go through a product in its own dtype), however right it is.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -187,8 +188,12 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, kind))
             with self:
                 return func.redispatch(key, *args, **kwargs)
-        at = FACTORS.get(func.overloadpacket.__name__, ())
-        return func(*(x.to(self.dtype).to(x.dtype) if i in at else x for i, x in enumerate(args)), **kwargs)
+        name = func.overloadpacket.__name__
+        if name not in FACTORS:
+            return func(*args, **kwargs)
+        rounded = [x.to(self.dtype).to(x.dtype) if i in FACTORS[name] else x for i, x in enumerate(args)]
+        product = func(*rounded, **kwargs)
+        return product.copy_(product.to(self.dtype)) if name.endswith("_") else product.to(self.dtype).to(product.dtype)
 
 
 def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: int) -> str | None:

@@ -51,9 +51,7 @@ def centres(
     pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
     chosen = _draw.some(valid, points, n, call.seed, _draw.STREAM_STARTS, pool)
     if start == "far":
-        rows = points.gather(-2, chosen.clamp(min=0).unsqueeze(-1).expand(*chosen.shape, points.shape[-1]))
-        best = call.ops.farthest(rows, chosen >= 0, min(clusters, n), signs=where.signs, form=where.form)
-        chosen = torch.where(best >= 0, chosen.gather(-1, best.clamp(min=0)), -1)
+        chosen = call.ops.farthest(points, chosen, min(clusters, n), signs=where.signs, form=where.form)
     drawn = None
     if steps > 1 and sample is not None and sample < n:
         drawn = _draw.some(valid, points, n, call.seed, _draw.STREAM_SAMPLE, sample)

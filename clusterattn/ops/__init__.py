@@ -51,8 +51,8 @@ class Ops:
 
 
 WITH_KERNELS = (
-    "codes", "covariance", "kmeans", "nearest", "lloyd", "assign", "roll", "means", "take", "broadcast", "coarse",
-    "near_and_far", "bucketed", "directions", "scores", "polytope", "balanced", "chunked", "unit",
+    "codes", "covariance", "farthest", "kmeans", "nearest", "lloyd", "assign", "roll", "means", "take", "broadcast",
+    "coarse", "near_and_far", "bucketed", "directions", "scores", "polytope", "balanced", "chunked", "unit",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def _served_by(backend: str) -> Ops:
     verb = partial(partial, backend=backend)
     return Ops(
         codes=verb(codes),
-        covariance=verb(covariance), farthest=farthest, kmeans=verb(kmeans), nearest=verb(nearest),
+        covariance=verb(covariance), farthest=verb(farthest), kmeans=verb(kmeans), nearest=verb(nearest),
         lloyd=verb(lloyd), assign=verb(assign), roll=verb(roll), means=verb(means),
         take=verb(take), broadcast=verb(broadcast),
         coarse=verb(coarse), top_keys=top_keys, near_and_far=verb(near_and_far), bucketed=verb(bucketed),

@@ -5,6 +5,7 @@ A bucket whose queries fit one tile is served by one program that reads everythi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -217,7 +218,37 @@ def backward(
     d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
     alone: Tensor | None = None, less: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """alone (b h n): who looked at itself for want of others. less: what the lse lacks."""
+    """alone (b h n): who looked at itself for want of others. less: what the lse lacks.
+
+    Every seat writes gradients of its own before they are added up: with many rounds a few heads at a time, or these
+    would be the largest thing in memory.
+    """
+    (b, h, n, _), hk = q.shape, k.shape[1]
+    (g, s), z = how.queries.shape[2:], how.keys.shape[3]
+    pieces = min(hk, _triton.cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
+    if pieces <= 1:
+        return _some_heads(d_out, d_lse, q, k, v, out, lse, how, rounds, alone, less)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    d_bias = torch.empty(b, h, k.shape[2] if how.bias is not None else 0, dtype=torch.float32, device=q.device)
+    group, size = h // hk, _triton.cdiv(hk, pieces)
+    for first in range(0, hk, size):
+        theirs, mine = slice(first, first + size), slice(first * group, (first + size) * group)
+
+        def of_heads(x: Tensor | None, mine: slice = mine) -> Tensor | None:
+            return None if x is None else x[:, mine].contiguous()
+
+        seating = {name: of_heads(getattr(how, name)) for name in ("queries", "keys", "bias", "low", "high", "rank")}
+        dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _some_heads(
+            d_out[:, mine], d_lse[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
+            lse[:, mine].contiguous(), replace(how, **seating), rounds, of_heads(alone), less,
+        )  # fmt: skip
+    return dq, dk, dv, d_bias
+
+
+def _some_heads(
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
+    alone: Tensor | None, less: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, how = rows(q), rows(k), rows(v), plain(how)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, how.queries.shape[2:], how.keys.shape[3]

@@ -206,8 +206,9 @@ def launch(
     sizes = (n, m, d, e, g, s, z, max(rounds, 1), meetings, h, h // hk)
     width, fp32 = power(d) + power(e), q.dtype == torch.float32
     most = 64 if width <= 256 and not fp32 else 32
+    keys = 128 if width <= 128 and not fp32 and z == 128 else most  # all of a bucket's keys at once, where they fit
     tiles: dict[str, Any] = {
-        "BS": min(most, power(s)), "BZ": min(most, power(z)), "BD": power(d), "BE": power(e), "ONE_TILE": z <= most,
+        "BS": min(most, power(s)), "BZ": min(keys, power(z)), "BD": power(d), "BE": power(e), "ONE_TILE": z <= keys,
         "HAS_BIAS": how.bias is not None, "HAS_MEETINGS": how.low is not None, "OTHERS": how.others,
         "WINDOW": how.left >= 0 or how.right >= 0,
         "PRECISION": precision(q), "num_warps": 4 if width <= 128 and not fp32 else 8,

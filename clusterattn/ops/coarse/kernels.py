@@ -400,7 +400,7 @@ def _tiles(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
 
 def _splits(m: int, programs: int, tile: int) -> tuple[int, int]:
     """How often the keys are cut, and the keys per cut: enough programs for a large chip, whole tiles each."""
-    wanted = 264 if programs < 64 else 384 if programs < 128 else 1  # two or three to each multiprocessor
+    wanted = 264 if programs < 128 else 1  # two to each multiprocessor
     splits = max(1, min(_triton.cdiv(m, 4 * tile), _triton.cdiv(wanted, programs)))
     stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
     return _triton.cdiv(m, stretch), stretch
@@ -419,6 +419,8 @@ def forward(
     if top:
         near_at, bits = select(c, k, keep, how, top)
     tile = _tiles(k, v, clusters)
+    if lead < 128 <= 2 * lead * _triton.cdiv(clusters, tile["BC"]):
+        tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
     row_tiles = _triton.cdiv(clusters, tile["BC"])
     splits, stretch = _splits(m, lead * row_tiles, tile["BM"])
 

@@ -68,21 +68,21 @@ def scores_kernel(
 
 @jit
 def _threshold(u, top, WIDTH: tl.constexpr):
-    """Of each row of u, numbers of WIDTH bits, the top-th largest, bit by bit."""
-    threshold = tl.zeros((u.shape[0],), u.dtype)
+    """The top-th largest of the numbers u, of WIDTH bits each, bit by bit."""
+    threshold = tl.full((), 0, u.dtype)
     for i in tl.static_range(WIDTH):
         candidate = threshold | tl.full((), 1 << (WIDTH - 1 - i), u.dtype)
-        threshold = tl.where(tl.sum((u >= candidate[:, None]).to(tl.int32), 1) >= top, candidate, threshold)
+        threshold = tl.where(tl.sum((u >= candidate).to(tl.int32)) >= top, candidate, threshold)
     return threshold
 
 
 @jit
 def _chosen(u, top, WIDTH: tl.constexpr):
-    """Exactly the top largest of each row: all above the threshold, and the first of those on it. Never -inf."""
-    threshold = _threshold(u, top, WIDTH)[:, None]
+    """Exactly the top largest: all above the threshold, and the first of those on it. Never -inf."""
+    threshold = _threshold(u, top, WIDTH)
     above, on = u > threshold, u == threshold
-    left = top - tl.sum(above.to(tl.int32), 1)
-    chosen = above | (on & (tl.cumsum(on.to(tl.int32), 1) <= left[:, None]))
+    left = top - tl.sum(above.to(tl.int32))
+    chosen = above | (on & (tl.cumsum(on.to(tl.int32), 0) <= left))
     if WIDTH == 16:
         chosen = chosen & (u > 0x3FF)
     else:
@@ -103,44 +103,38 @@ def _ordered(s, WIDTH: tl.constexpr):
 
 
 @jit
-def _list(LIST, row, here, chosen, what, top, BT: tl.constexpr):
-    """Write each row's chosen ones in their order, then -1 up to ``top``."""
-    base = LIST + row[:, None] * top
-    tl.store(base + tl.cumsum(chosen.to(tl.int32), 1) - 1, what, mask=chosen & here[:, None])
-    slot = tl.arange(0, BT)[None, :]
-    found = tl.sum(chosen.to(tl.int32), 1)[:, None]
-    nobody = (row[:, None] * 0 + slot * 0 - 1).to(LIST.dtype.element_ty)
-    tl.store(base + slot, nobody, mask=(slot >= found) & (slot < top) & here[:, None])
+def _list(LIST, chosen, what, top, BT: tl.constexpr):
+    """Write the chosen ones in their order, then -1 up to ``top``."""
+    tl.store(LIST + tl.cumsum(chosen.to(tl.int32), 0) - 1, what, mask=chosen)
+    slot = tl.arange(0, BT)
+    found = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(LIST + slot, tl.full((BT,), -1, LIST.dtype.element_ty), mask=(slot >= found) & (slot < top))
 
 
 @jit
-def groups_kernel(
-    BEST, CHOSEN, total, groups, top, BR: tl.constexpr, BG: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The ``top`` best groups of each row, in the order of their positions."""
-    row, group = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BG)[None, :]
-    here = row < total
-    best = tl.load(BEST + row[:, None] * groups + group, mask=here[:, None] & (group < groups), other=float("-inf"))
-    _list(CHOSEN, row, here, _chosen(_ordered(best, WIDTH), top, WIDTH), group + row[:, None].to(tl.int32) * 0, top, BT)
+def groups_kernel(BEST, CHOSEN, groups, top, BG: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr):
+    """The ``top`` best groups of one row, in the order of their positions."""
+    row, group = tl.program_id(0).to(tl.int64), tl.arange(0, BG)
+    u = _ordered(tl.load(BEST + row * groups + group, mask=group < groups, other=float("-inf")), WIDTH)
+    _list(CHOSEN + row * top, _chosen(u, top, WIDTH), group, top, BT)
 
 
 @jit
 def select_kernel(
-    SCORES, CHOSEN, NEAR, BITS, total, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
+    SCORES, CHOSEN, NEAR, BITS, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
-    row, slot = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BK)[None, :]
-    here = row < total
-    key = slot + row[:, None].to(tl.int32) * 0
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    key = slot
     if not ALL:
         place = slot // GROUP
-        group = tl.load(CHOSEN + row[:, None] * top + place, mask=here[:, None] & (place < top), other=-1)
+        group = tl.load(CHOSEN + row * top + place, mask=place < top, other=-1)
         key = tl.where(group < 0, m, group * GROUP + slot % GROUP)
-    scores = tl.load(SCORES + row[:, None] * m + key, mask=here[:, None] & (key < m), other=float("-inf"))
-    chosen = _chosen(_ordered(scores, WIDTH), top, WIDTH)
-    _list(NEAR, row, here, chosen, key.to(tl.int64), top, BT)
-    tl.atomic_or(BITS + row[:, None] * words + key // 32, 1 << (key % 32), mask=chosen & here[:, None])
+    u = _ordered(tl.load(SCORES + row * m + key, mask=key < m, other=float("-inf")), WIDTH)
+    chosen = _chosen(u, top, WIDTH)
+    _list(NEAR + row * top, chosen, key.to(tl.int64), top, BT)
+    tl.atomic_or(BITS + row * words + key // 32, 1 << (key % 32), mask=chosen)
 
 
 def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> tuple[Tensor, Tensor]:
@@ -163,22 +157,17 @@ def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> t
         HAS_KEEP=keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
-    few, total = power(top, least=1), lead * clusters
+    few = power(top, least=1)
     if group:
         many = power(groups)
-        groups_kernel[(_triton.cdiv(total, _rows(many)),)](
-            best, chosen, total, groups, top, BR=_rows(many), BG=many, BT=few, WIDTH=width, num_warps=4
+        groups_kernel[(lead * clusters,)](
+            best, chosen, groups, top, BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256))
         )
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
     bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
     many = few * group if group else power(m)
-    select_kernel[(_triton.cdiv(total, _rows(many)),)](
-        scores, chosen, near, bits, total, m, words, top,
-        GROUP=max(group, 1), ALL=group == 0, BR=_rows(many), BK=many, BT=few, WIDTH=width, num_warps=4,
+    select_kernel[(lead * clusters,)](
+        scores, chosen, near, bits, m, words, top, GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
+        num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits
-
-
-def _rows(width: int) -> int:
-    """Rows that four warps search at once: a warp holds 256 numbers in its registers."""
-    return max(1, 1024 // width)

@@ -75,13 +75,20 @@ def _(points: Tensor, valid: Tensor, centroids: Tensor, *_: object) -> Tensor:
 
 
 @torch.library.custom_op("clusterattn::farthest", mutates_args=())
-def _farthest(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], signs: bool) -> Tensor:
-    return reference.farthest(points, valid, clusters, form, signs)
+def _farthest(
+    points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool
+) -> Tensor:
+    if triton:
+        return kernels.farthest(points, pool_at, clusters, form)
+    pool = reference.rows_at(points, pool_at).flatten(0, 1)
+    return reference.farthest(pool, (pool_at >= 0).flatten(0, 1), clusters, form, signs)
 
 
 @_farthest.register_fake
-def _(points: Tensor, valid: Tensor, clusters: int, form: Optional[Tensor], signs: bool) -> Tensor:
-    return points.new_empty((points.shape[0], clusters), dtype=torch.int64)
+def _(
+    points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool
+) -> Tensor:
+    return points.new_empty((points.shape[0] * points.shape[1], clusters), dtype=torch.int64)
 
 
 @torch.library.custom_op("clusterattn::covariance", mutates_args=())
@@ -221,12 +228,19 @@ def lloyd(
 
 
 def farthest(
-    points: Tensor, valid: Tensor, clusters: int, *, signs: bool = False, form: Tensor | None = None
-) -> Tensor:
-    """Positions (... c) of points far apart in the metric, -1 once the valid ones are used up."""
+    points: Tensor, pool_at: Tensor, clusters: int, *,
+    signs: bool = False, form: Tensor | None = None, backend: str = "reference",
+) -> Tensor:  # fmt: skip
+    """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
+    once the pool is used up."""
     lead = points.shape[:-2]
-    flat: Tensor = _farthest(_flat(points, lead, 2), _flat(valid, lead, 1), clusters, _flat(form, lead, 2), signs)
-    return flat.view(*lead, clusters)
+    reason = "codes have whole distances and many ties: torch picks among them" if signs else kernels.why_not(points)
+    best: Tensor = _farthest(
+        _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
+        serve("farthest", backend if not signs else "reference", reason),
+    )  # fmt: skip
+    best = best.view(*lead, clusters)
+    return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
 
 
 def means(

@@ -206,6 +206,43 @@ def update_kernel(
     tl.store(OFFSET + lead * c + which, tl.where(alive != 0, offset, float("-inf")), mask=here)
 
 
+@jit
+def farthest_kernel(CENTROIDS, W, OFFSET, GAP, CHOSEN, p, c, d, BP: tl.constexpr, BD: tl.constexpr):
+    """One head: first the point farthest from the mean, then always the one farthest from all chosen ones.
+
+    The squared distance of i and j is norm(i) + norm(j) - 2 w(i) . x(j); what start_kernel left holds all three.
+    """
+    lead, at, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.arange(0, BD)
+    best, where = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for first in range(0, p, BP):
+        point = first + at
+        gap = tl.load(OFFSET + lead * p + point, mask=point < p, other=float("-inf"))
+        gap = tl.where(gap == float("-inf"), gap, -2 * gap)  # its distance from the mean
+        highest, index = tl.max(gap, 0, return_indices=True)
+        where = tl.where(highest > best, first + index, where)
+        best = tl.maximum(best, highest)
+    for pick in range(c):
+        tl.store(CHOSEN + lead * c + pick, tl.where(best == float("-inf"), -1, where).to(tl.int64))
+        chosen = tl.load(CENTROIDS + (lead * p + where) * d + dims, mask=dims < d, other=0.0)
+        norm, last = -2 * tl.load(OFFSET + lead * p + where), where
+        best, where = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+        for first in range(0, p, BP):
+            point = first + at
+            w = tl.load(
+                W + (lead * p + point)[:, None] * d + dims[None, :],
+                mask=(point < p)[:, None] & (dims < d)[None, :], other=0.0,
+            )  # fmt: skip
+            own = tl.load(OFFSET + lead * p + point, mask=point < p, other=float("-inf"))
+            apart = norm - 2 * own - 2 * tl.sum(w.to(tl.float32) * chosen[None, :], 1)
+            if pick > 0:
+                apart = tl.minimum(apart, tl.load(GAP + lead * p + point, mask=point < p, other=float("-inf")))
+            apart = tl.where((own == float("-inf")) | (point == last), float("-inf"), apart)
+            tl.store(GAP + lead * p + point, apart, mask=point < p)
+            highest, index = tl.max(apart, 0, return_indices=True)
+            where = tl.where(highest > best, first + index, where)
+            best = tl.maximum(best, highest)
+
+
 def why_not(points: Tensor) -> str | None:
     return why_no_kernels(points)
 
@@ -282,6 +319,39 @@ def means(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     return member_sums(x, order, first, x.dtype, mean=True)
 
 
+def _start(
+    points: Tensor, at: Tensor, form: Tensor | None, signs: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Centroids, alive, origin, right side and offset of the points (b h n d) at positions (b h c)."""
+    (b, h, _, d), c = points.shape, at.shape[2]
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(b * h, *shape, dtype=dtype, device=points.device)
+
+    centroids, alive, origin = new(c, d), new(c, dtype=torch.int8), new(1, d)
+    w, offset = new(c, d, dtype=points.dtype), new(c)
+    at = at if at.stride(-1) == 1 else at.contiguous()
+    tile = 32
+    start_kernel[(_triton.cdiv(c, tile), b * h)](
+        points, at, form if form is not None else points, centroids, origin, alive, w, offset,
+        d, c, h, *points.stride()[:3], *at.stride()[:2],
+        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BA=min(128, power(c)), BD=power(d), num_warps=4,
+    )  # fmt: skip
+    return centroids, alive, origin, w, offset
+
+
+def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None) -> Tensor:
+    """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
+    points, (b, h, p), d = rows(points), pool_at.shape, points.shape[3]
+    centroids, _, _, w, offset = _start(points, pool_at, _dense(form), False)
+    chosen = torch.empty(b * h, clusters, dtype=torch.int64, device=points.device)
+    farthest_kernel[(b * h,)](
+        centroids, w, offset, torch.empty_like(offset), chosen, p, clusters, d,
+        BP=min(32768 // power(d), power(p)), BD=power(d), num_warps=16,
+    )  # fmt: skip
+    return chosen
+
+
 def kmeans(
     points: Tensor,
     valid: Tensor | None,
@@ -292,20 +362,7 @@ def kmeans(
     signs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     points, form = rows(points), _dense(form)
-    (b, h, _, d), c = points.shape, start_at.shape[2]
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(b * h, *shape, dtype=dtype, device=points.device)
-
-    w, offset, origin = new(c, d, dtype=points.dtype), new(c), new(1, d)
-    centroids, alive = new(c, d), new(c, dtype=torch.int8)
-    start_at = start_at if start_at.stride(-1) == 1 else start_at.contiguous()
-    tile = 32
-    start_kernel[(_triton.cdiv(c, tile), b * h)](
-        points, start_at, form if form is not None else points, centroids, origin, alive, w, offset,
-        d, c, h, *points.stride()[:3], *start_at.stride()[:2],
-        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BA=min(128, power(c)), BD=power(d), num_warps=4,
-    )  # fmt: skip
+    centroids, alive, origin, w, offset = _start(points, start_at, form, signs)
     if updates:
         if train_at is not None:
             points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
