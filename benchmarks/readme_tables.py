@@ -12,6 +12,7 @@ import argparse
 import io
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -253,6 +254,8 @@ def draw() -> None:
         kind = ("h", "d", "dtype", "causal")
         first = [found[0][key] for key in kind]
         alike = [row for row in found if [row[key] for key in kind] == first]
+        lengths = Counter(row["method"] for row in {(row["method"], row["n"]): row for row in alike}.values())
+        alike = [row for row in alike if lengths[row["method"]] > 2]  # a line needs points
         write_whole(CROSSINGS, with_palette(crossings(alike)))
 
 
