@@ -54,14 +54,16 @@ def test_rounded_products_reach_into_our_own_operators_forward_and_backward(spec
         assert 1e-4 < many < 2e-2  # bf16 in the products, and in nothing else
 
 
-def test_rounded_products_round_the_factors_and_keep_the_sum() -> None:
+def test_rounded_products_round_the_factors_and_the_product() -> None:
     x, y = (torch.randn(1, 3, 3, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     with RoundedProducts(torch.bfloat16):
         found = torch.bmm(x, y)
         added = torch.baddbmm(x, x, y)
+        in_place = torch.clone(x).baddbmm_(x, y)
     right = torch.bmm(x.bfloat16().float(), y.bfloat16().float())
-    torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(added, x + right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, right.bfloat16().float(), rtol=0, atol=0)
+    torch.testing.assert_close(added, (x + right).bfloat16().float(), rtol=0, atol=0)
+    torch.testing.assert_close(in_place, added, rtol=0, atol=0)
     for name, at in FACTORS.items():
         assert hasattr(torch.ops.aten, name)
         assert max(at) < len(getattr(torch.ops.aten, name).default._schema.arguments)

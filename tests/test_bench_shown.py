@@ -103,7 +103,7 @@ def test_the_plan_holds_the_bars_the_most_important_first(gpu: ModuleType) -> No
     assert order == sorted(order, key=["6x64", "32x128"].index)
     bars = {entry.name: tuple(entry.bars.values()) for entry in plan if entry.bars}
     assert bars[f"6x64 N=131072 {gpu.CLUSTERED}"] == (80, 80)
-    assert bars[f"32x128 N=2048 {gpu.REFINED}"] == (1, 1)
+    assert bars[f"32x128 N=2048 {gpu.SHORT_REFINED}"] == (1, 1)
     assert bars["6x64 N=32768 improved"] == (9, 9)
     assert bars["32x128 N=32768 smyrf"] == (8, 6)
     assert bars["6x64 N=4096 reformer:chunk=64"] == (1, None)
