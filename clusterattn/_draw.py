@@ -18,7 +18,7 @@ from .ops._jit import HAVE_TRITON
 # Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
 _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
 _LOW = 0xFFFFFFFF
-STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS = 1, 2, 3, 4, 5
+STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS, STREAM_DIRECTIONS = 1, 2, 3, 4, 5, 6
 
 
 def _mix(x: Tensor) -> Tensor:

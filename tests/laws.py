@@ -58,6 +58,7 @@ CASES = [
     _family("improved-tangent", ca.Improved(**_HASHED, top=4, mass="tangent")),
     _family("improved-block", ca.Improved(**_HASHED, top=4, centroids_from="block")),
     _family("refined", ca.Refined(**_FAMILY, top=4, steps=2)),
+    _family("refined-rank", ca.Refined(**_FAMILY, top=4, steps=2, rank=3)),
     _family("refined-block", ca.Refined(**_FAMILY, top=4, steps=2, centroids_from="block")),
     Case(
         "smyrf",

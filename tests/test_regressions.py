@@ -171,12 +171,22 @@ def test_8_no_setting_is_dead(case: Case) -> None:
 
     plain = results(case.method)
     for field in dataclasses.fields(case.method):
-        if field.name == "detach_mass":
-            continue  # a setting of the gradient: see test_1
+        if field.name in ("detach_mass", "rank"):
+            continue  # a setting of the gradient: see test_1; one of metric="keys" alone: see below
         changed = results(dataclasses.replace(case.method, **{field.name: other[field.name]}))
         assert any(
             a.shape != b.shape or not torch.equal(a, b) for a, b in zip(plain, changed, strict=True)
         ), field.name
+
+
+def test_8_rank_is_a_setting_of_the_keys_metric() -> None:
+    x = draw(n=40, m=40, d=16)
+    method = ca.Refined(clusters=6, top=4, steps=2)
+    all_directions, few = (x.attend(dataclasses.replace(method, rank=rank)) for rank in (None, 3))
+    assert not torch.equal(all_directions, few)
+    same_bits(x.attend(dataclasses.replace(method, rank=99)), all_directions)
+    with pytest.raises(ValueError, match=r"wanted .*keys.* got .*hamming"):
+        ca.Clustered(rank=8)
 
 
 def test_8_smyrf_survives_rows_without_keys() -> None:

@@ -53,8 +53,11 @@ def _by_blocks(method: Clustered, at: Shape) -> float:
         total += method.cost(size, keys, d, e)
         if method.metric == "keys":
             total -= max(keys - block, 0) * d * d
-        if method.centroids_from == "past":  # they were grouped by other queries, so these are assigned once more
-            total += size * min(method.clusters, block) * (method.bits if method.metric == "hamming" else d)
+        if method.centroids_from == "past":  # they were grouped by other queries, so these are seen and assigned again
+            width = method.width(d)
+            total += size * min(method.clusters, block) * width
+            if method.metric == "hamming" or width < d:
+                total += size * d * width
     return float(total)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -134,7 +135,7 @@ def maps(weights: Mapping[str, Sequence[Tensor]], places: Sequence[str]) -> byte
                     picture, norm=norm, cmap="magma", aspect="auto", interpolation="nearest"
                 )
                 if i == 0:
-                    axes[i][j].set_title(label)
+                    axes[i][j].set_title(textwrap.fill(label, 28))
                 if i == len(places) - 1:
                     axes[i][j].set_xlabel("key position")
             axes[i][0].set_ylabel(f"{place}\nquery position")

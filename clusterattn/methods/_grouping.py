@@ -25,20 +25,43 @@ class Space:
     planes: Tensor | None  # (d w) for hamming
     thresholds: Tensor | None  # (w), the old code's hash bias
     form: Tensor | None  # (... d d) for keys: Cov(K)
+    view: Tensor | None = None  # (... d r) for keys along a few directions, instead of the form
 
     @property
     def signs(self) -> bool:
         return self.metric == "hamming"
 
     def points(self, x: Tensor, call: Call) -> Tensor:
+        if self.view is not None:
+            return (wide(x) @ self.view).to(x.dtype)
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
-def space(metric: str, d: int, bits: int, bias: bool, form: Tensor | None, call: Call, device: torch.device) -> Space:
+def space(
+    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, call: Call, device: torch.device
+) -> Space:  # fmt: skip
+    if metric == "keys" and form is not None and rank is not None and rank < d:
+        return Space(metric, None, None, None, main_directions(form, rank, call.seed))
     if metric != "hamming":
         return Space(metric, None, None, form if metric == "keys" else None)
     drawn = _draw.normal((bits, d + 1), call.seed, _draw.STREAM_PLANES, device)
     return Space(metric, drawn[:, :d].mT, drawn[:, d] if bias else None, None)
+
+
+def main_directions(form: Tensor, rank: int, seed: int) -> Tensor:
+    """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
+    directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
+    Nyström's in it."""
+    size = form.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    held = form / torch.where(size > 0, size, 1.0)  # powers of it neither grow nor vanish
+    drawn = _draw.normal((rank, form.shape[-1]), seed, _draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
+    span = held @ (held @ drawn)
+    seen = held @ span
+    inner = span.mT @ seen  # (... r r)
+    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-6 + torch.finfo(form.dtype).tiny
+    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=form.dtype, device=form.device))
+    found: Tensor = torch.linalg.solve_triangular(root, seen.mT, upper=False).mT * size.sqrt()
+    return found
 
 
 def centres(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _draw
-from .._errors import check_choice, check_whole
+from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Groups, Method, Roll
 from ..ops._chunks import wide
 from ..ops.coarse import Coarse
@@ -29,6 +29,7 @@ class Clustered(Method):
     start    "random" queries, or "far": queries that lie far apart
     sample   train k-means on that many queries, and take the keys' metric from that many keys; then assign all.
              None trains on all of them
+    rank     k-means looks at the queries along that many main directions of the keys alone (metric="keys"); None: all d
     bias     random thresholds in the hash, as the old code had them; the paper's threshold is 0
     block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by centroids
     centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
@@ -44,6 +45,7 @@ class Clustered(Method):
     metric: str = "hamming"
     start: str = "random"
     sample: int | None = None
+    rank: int | None = None
     bias: bool = False
     block: int = 256
     centroids_from: str = "past"
@@ -51,9 +53,12 @@ class Clustered(Method):
     def __post_init__(self) -> None:
         who = type(self).__name__
         check_whole(who, clusters=self.clusters, bits=self.bits, steps=self.steps, block=self.block)
-        if self.sample is not None:
-            check_whole(who, sample=self.sample)
+        for name in ("sample", "rank"):
+            if getattr(self, name) is not None:
+                check_whole(who, **{name: getattr(self, name)})
         check_choice(who, "metric", self.metric, METRICS)
+        if self.rank is not None and self.metric != "keys":
+            raise bad_value(f'{who}(rank=…) with metric="keys"', f"metric={self.metric!r}", "leaving out rank")
         check_choice(who, "start", self.start, STARTS)
         check_choice(who, "centroids_from", self.centroids_from, ("past", "block"))
 
@@ -115,8 +120,8 @@ class Clustered(Method):
             first = call.mask.offset + absent + self.block
             form = _grouping.prefix_covariances(keys, real, h, first, self.block, blocks - 1)
         where = self._space(d, form, call, q.device)
-        points = where.points(x, call)
-        centres = self._centres(points[:, :, source], valid[:, :, source], where, call)
+        points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
+        centres = self._centres(points, valid[:, :, source], where, call)
         clusters = centres.right.shape[-2]
         shift = (torch.arange(blocks - 1, device=q.device) * clusters).view(-1, 1)
 
@@ -124,17 +129,17 @@ class Clustered(Method):
             labels = torch.where(real, labels + shift, -1)
             return F.pad(labels, (0, 0, before, after), value=-1).view(b, h, width)[..., :n]
 
-        members = call.ops.nearest(points[:, :, source], centres)
+        members = call.ops.nearest(points, centres)
         if not past and clusters >= self.block:
             members = _grouping.ranks(valid[:, :, source]).expand(b, h, -1, -1)
         made = numbered(members, valid[:, :, source], 0 if past else 1, 1 if past else 0)
         if not past:
             return made, made, (blocks - 1) * clusters
-        answered = call.ops.nearest(points[:, :, 1:], centres)
+        answered = call.ops.nearest(where.points(x[:, :, 1:], call), centres)
         return numbered(answered, valid[:, :, 1:], 1, 0), made, (blocks - 1) * clusters
 
     def _space(self, d: int, form: Tensor | None, call: Call, device: torch.device) -> _grouping.Space:
-        return _grouping.space(self.metric, d, self.bits, self.bias, form, call, device)
+        return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, call, device)
 
     def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:
         return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)
@@ -176,18 +181,26 @@ class Clustered(Method):
     def cost(self, n: int, m: int, d: int, e: int) -> int:
         return self._grouping_cost(n, m, d) + min(self.clusters, n) * m * (d + e)
 
+    def width(self, d: int) -> int:
+        """Of the points that k-means sees."""
+        if self.metric == "hamming":
+            return self.bits
+        return d if self.metric == "euclid" or self.rank is None else min(self.rank, d)
+
     def _grouping_cost(self, n: int, m: int, d: int) -> int:
         if self.clusters >= n:
             return 0
-        w = self.bits if self.metric == "hamming" else d
+        w = self.width(d)
+        low = self.metric == "keys" and w < d
         train = min(self.sample or n, n)
         assigned = (self.steps - 1) * train + n
         total = assigned * self.clusters * w + (self.steps - 1) * train * w + n * d
         if self.metric == "hamming":
             total += n * d * self.bits
         if self.metric == "keys":
-            total += min(self.sample or m, m) * d * d + self.steps * self.clusters * d * d
+            total += min(self.sample or m, m) * d * d
+            total += 3 * d * d * w + 2 * d * w * w + n * d * w if low else self.steps * self.clusters * d * d
         if self.start == "far":
             pool = min(_grouping.FAR_POOL * self.clusters, n)
-            total += pool * pool * w + (pool * d * d if self.metric == "keys" else 0)
+            total += pool * self.clusters * w + (pool * d * d if self.metric == "keys" and not low else 0)
         return total

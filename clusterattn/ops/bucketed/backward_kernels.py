@@ -6,7 +6,7 @@ A bucket whose queries fit one tile is served by one program that reads everythi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -237,7 +237,8 @@ def backward(
         def of_heads(x: Tensor | None, mine: slice = mine) -> Tensor | None:
             return None if x is None else x[:, mine].contiguous()
 
-        seating = {name: of_heads(getattr(how, name)) for name in ("queries", "keys", "bias", "low", "high", "rank")}
+        tables = ("queries", "keys", "bias", "low", "high", "rank")
+        seating: dict[str, Any] = {name: of_heads(getattr(how, name)) for name in tables}
         dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _some_heads(
             d_out[:, mine], d_lse[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
             lse[:, mine].contiguous(), replace(how, **seating), rounds, of_heads(alone), less,

@@ -147,8 +147,8 @@ def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None, 
     total = held.sum(1, keepdim=True)
     if not signs:  # codes are all of one length, and in whole numbers ties stay ties
         held = held - total / valid.sum(1).clamp(min=1).view(-1, 1, 1)
-    gram = torch.bmm(held if form is None else torch.bmm(held, form), held.mT)
-    norms = gram.diagonal(dim1=1, dim2=2)
+    seen = held if form is None else torch.bmm(held, form)
+    norms = (held * seen).sum(-1)
     to_mean = -(held * total).sum(-1) if signs else norms
     gap = to_mean.masked_fill(~valid, NEVER)
     chosen = torch.full((lead, clusters), -1, dtype=torch.int64, device=points.device)
@@ -156,7 +156,8 @@ def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None, 
     for j in range(min(clusters, n)):
         best, at = gap.max(-1)
         chosen[:, j] = torch.where(best == NEVER, -1, at)
-        apart = norms + norms.gather(1, at.unsqueeze(1)) - 2 * gram[heads, at]
+        products = torch.bmm(seen, held[heads, at].unsqueeze(-1)).squeeze(-1)  # with the chosen one alone: c·n, not n·n
+        apart = norms + norms.gather(1, at.unsqueeze(1)) - 2 * products
         gap = apart.masked_fill_(~valid, NEVER) if j == 0 else torch.minimum(gap, apart)
         gap.scatter_(1, at.unsqueeze(1), NEVER)
     return chosen

@@ -1,0 +1,256 @@
+"""Pretrained models with other attention in them, not retrained: the whole curve of error against cost, and the bars.
+
+    python benchmarks/pretrained.py prepare --data DATA --cache CACHE --prepared FOLDER    weights and data, once
+    python benchmarks/pretrained.py run --prepared FOLDER [--device cuda] [--task minilm]  rows into results/, resumable
+    python benchmarks/pretrained.py show                                                   table, bars, pictures
+
+`prepare` needs a network, scipy, gguf and accelerate, and flite for speech; `run` needs torch, transformers and
+safetensors alone, and `show` matplotlib for the pictures.
+Cost is the share of exact attention's multiply-adds in the swapped layers, grouping included; causal exact attention is
+counted with the visible half alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import clusterattn as ca
+from clusterattn.measure import append, environment, read
+from clusterattn.measure.cost import Shape, of_layer, shapes
+from clusterattn.measure.rows import Row, rows_path
+
+HERE = Path(__file__).parent
+RESULTS, PICTURES = HERE.parent / "results", HERE.parent / "docs" / "img"
+sys.path.insert(0, str(HERE))
+
+
+# ------------------------------------------------------------------------------------------------ what is compared
+
+
+# by length: clusters, near keys from few to many, and how k-means looks at the queries
+BUDGETS: dict[int, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    256: (12, (6, 12, 24, 48, 96), {"rank": 8, "steps": 2}),
+    512: (25, (16, 32, 64, 105, 160), {"rank": 12, "steps": 2}),
+    1500: (100, (32, 64, 128, 256, 384), {"rank": 16, "steps": 3}),
+}
+
+
+def whole(n: int) -> list[ca.Method]:
+    """For bidirectional attention over n tokens: every method at several budgets, exact attention first."""
+    few, tops, look = BUDGETS[n]
+    return [
+        ca.Exact(),
+        *(ca.OracleTop(top=top) for top in tops),
+        *(ca.Clustered(clusters=c) for c in (few, 2 * few, 4 * few)),
+        *(ca.Improved(clusters=few, top=top) for top in tops[1:4]),
+        ca.Improved(clusters=few, top=tops[2], steps=3),  # the paper's recipe at a cost near the bars'
+        ca.Improved(clusters=2 * few, top=tops[2]),
+        *(ca.Smyrf(rounds=r, q_seats=s, k_seats=s, dedup=True) for r, s in ((4, 32), (8, 32), (4, 64), (8, 64))),
+        *(ca.Refined(clusters=few, top=32, steps=5, rank=None, start=start) for start in ("random", "far")),
+        *(ca.Refined(clusters=few, top=top, **look) for top in tops),
+        ca.Refined(clusters=few, top=tops[3], start="random", **look),
+        ca.Refined(clusters=2 * few, top=tops[2], **look),
+    ]
+
+
+def blockwise(n: int) -> list[ca.Method]:
+    """For causal attention. Strict unless it says centroids_from="block"."""
+    look: dict[str, Any] = {"rank": 16, "steps": 2}
+    found: list[ca.Method] = [ca.Exact(), *(ca.OracleTop(top=top) for top in (32, 128, 512))]
+    for source in ("block", "past"):
+        found += [ca.Clustered(clusters=32, centroids_from=source)]
+        found += [ca.Improved(clusters=32, top=top, centroids_from=source) for top in (32, 128, 512)]
+        budgets = ((32, 32), (32, 128), (16, 128), (16, 256), (16, 512), (8, 512))
+        found += [ca.Refined(clusters=c, top=top, centroids_from=source, **look) for c, top in budgets]
+        found += [ca.Refined(clusters=16, top=256, centroids_from=source, start="random", **look)]
+    return [*found, *(ca.Smyrf(rounds=r, q_seats=64, k_seats=64, dedup=True) for r in (4, 16))]
+
+
+# (task, figure, at most this share of the cost, holds, in words); ``holds`` sees the row and exact attention's
+Bar = tuple[str, str, float, Callable[[Row, Row], bool], str]
+BARS: tuple[Bar, ...] = (
+    ("minilm", "distance", 0.35, lambda row, exact: row["distance"] <= 0.004, "embeddings' cosine distance ≤ 0.004"),
+    ("minilm", "hidden", math.inf, lambda row, exact: row["hidden"] <= 0.22 and _sized(row, 25, 32),
+     "hidden-state error ≤ 0.22 with 25 clusters and 32 near keys"),
+    ("xquad", "top1", 0.35, lambda row, exact: row["top1"] >= exact["top1"] - 0.005, "top-1 within 0.5 points"),
+    ("whisper", "wer", 0.35, lambda row, exact: row["wer"] <= exact["wer"] + 0.01, "word error rate within 1 point"),
+    ("smollm2-8192", "kl", 0.30, lambda row, exact: row["kl"] <= 0.02 and row["settings"]["centroids_from"] == "block",
+     "prefill (value-causal): KL ≤ 0.02 nats"),
+    ("smollm2-8192", "perplexity", 0.30,
+     lambda row, exact: row["perplexity"] <= 1.03 * exact["perplexity"] and row["settings"]["centroids_from"] == "past",
+     "strict: perplexity within 3 %"),
+)  # fmt: skip
+
+
+def _sized(row: Row, clusters: int, top: int) -> bool:
+    return bool(row["settings"].get("clusters") == clusters and row["settings"].get("top") == top)
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+def run(args: argparse.Namespace) -> None:
+    from pretrained_tasks import TASKS
+
+    from clusterattn import hf
+
+    torch.set_grad_enabled(False)
+    path = args.rows or rows_path(RESULTS, "pretrained", args.device)
+    for name, make in TASKS.items():
+        if args.task and not any(name.startswith(one) for one in args.task):
+            continue
+        if not (args.prepared / name.split("-")[0].replace("xquad", "minilm")).exists():
+            print(f"{name}: not in {args.prepared}, left out")
+            continue
+        done = [row for row in rows_of(path) if row["task"] == name and row["limit"] == args.limit]
+        task = make(args.prepared, args.device, args.limit)
+        wanted = [ca.method(one) for one in args.method] or (blockwise if task.causal else whole)(task.length)
+        left = [each for each in wanted if str(each) not in {row["method"] for row in done}]
+        if not left:
+            continue
+        met: dict[str, list[Shape]] = {}
+        with hf.observe(task.part, partial(note, met)):
+            exact = task.answer()
+        around = {**environment(args.device), "transformers": __import__("transformers").__version__}
+        for method in tqdm(left, desc=name, unit="method"):
+            plan = ca.Plan(dict.fromkeys(met, method), task.exact_below)
+            hf.swap(task.part, plan)
+            started = time.perf_counter()
+            try:
+                answer = exact if isinstance(method, ca.Exact) else task.answer()
+            finally:
+                hf.restore(task.part)
+            seconds = time.perf_counter() - started
+            share = sum(of_layer(method, task.heads, at, task.exact_below) for at in met.values()) / sum(
+                of_layer(ca.Exact(), task.heads, at) for at in met.values()
+            )
+            append(path, {
+                "theme": "pretrained", "task": name, "method": str(method), "settings": method.to_dict(),
+                "cost_share": share, **task.judge(answer, exact), "seconds": seconds, "limit": args.limit,
+                "examples": task.examples, "exact_below": task.exact_below, "environment": around,
+            })  # fmt: skip
+        del task
+    print(path)
+
+
+def note(seen: dict[str, list[Shape]], layer: str, call: Any) -> None:
+    """The real lengths of every sequence that a layer meets."""
+    if call.q.shape[2] > 1:  # single-token decoding is exact
+        seen.setdefault(layer, []).extend(shapes(call.q, call.k, call.v, call.key_mask, call.query_mask, call.causal))
+
+
+def rows_of(path: Path) -> list[Row]:
+    return [row for row in read(path) if row.get("theme") == "pretrained"] if path.exists() else []
+
+
+# ------------------------------------------------------------------------------------------------ show
+
+
+def show(args: argparse.Namespace) -> int:
+    paths = [args.rows] if args.rows else sorted(RESULTS.glob("pretrained_*.jsonl"))
+    rows = {(row["task"], row["method"]): row for path in paths for row in rows_of(path) if row["limit"] == args.limit}
+    missed = 0
+    for task in dict.fromkeys(task for task, _ in rows):
+        mine = sorted((row for (name, _), row in rows.items() if name == task), key=lambda row: row["cost_share"])
+        figures = [key for key in FIGURES if key in mine[0]]
+        print(f"\n{task}: {mine[0]['examples']}\n" + f"{'cost':>7}  " + "  ".join(f"{key:>10}" for key in figures))
+        for row in mine:
+            told = "  ".join(f"{row[key]:10.4f}" for key in figures)
+            print(f"{row['cost_share']:7.1%}  {told}  {row['method']}")
+        for name, _, most, holds, words in BARS:
+            exact = rows.get((task, "exact"))
+            if name == task and exact is not None:
+                met = [row for row in mine if row["settings"]["method"] == "refined" and row["cost_share"] <= most
+                       and holds(row, exact)]  # fmt: skip
+                missed += not met
+                by = f"{met[0]['method']} at {met[0]['cost_share']:.1%}" if met else "nothing"
+                print(f"{'MET ' if met else 'MISSED'}  {words} at ≤ {most:.0%}: {by}" if most < 1 else
+                      f"{'MET ' if met else 'MISSED'}  {words}: {by}")  # fmt: skip
+        if args.pictures:
+            picture(task, mine, figures, args.pictures)
+    return 1 if missed else 0
+
+
+FIGURES = {  # key -> axis label
+    "distance": "cosine distance of embeddings",
+    "top1": "top-1 accuracy",
+    "wer": "word error rate",
+    "changed": "words changed against exact",
+    "kl": "KL to exact, nats",
+    "perplexity": "perplexity",
+    "hidden": "error of the last hidden state",
+}
+COLOURS = {"exact": "black", "oracle_top": "tab:gray", "clustered": "tab:cyan", "improved": "tab:blue",
+           "smyrf": "tab:green", "refined": "tab:red"}  # fmt: skip
+
+
+def picture(task: str, rows: list[Row], figures: list[str], folder: Path) -> None:
+    """Error against cost, one panel for each figure of the task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    drawn, panels = plt.subplots(1, len(figures), figsize=(4.6 * len(figures), 3.6), layout="constrained")
+    for key, panel in zip(figures, [panels] if len(figures) == 1 else list(panels), strict=True):
+        curves: dict[tuple[str, bool], list[Row]] = {}
+        for row in rows:
+            prefill = row["settings"].get("centroids_from") == "block"
+            curves.setdefault((row["settings"]["method"], prefill), []).append(row)
+        for (kind, prefill), some in curves.items():
+            label = kind + (" (prefill)" if prefill else "")
+            panel.plot([row["cost_share"] for row in some], [row[key] for row in some], color=COLOURS[kind],
+                       marker="o" if kind == "exact" or len(some) < 2 else ".", linestyle=":" if prefill else "-",
+                       label=label)  # fmt: skip
+        panel.set(xlabel="multiply-adds, of exact attention's", ylabel=FIGURES[key], xlim=(0, 1.25))
+        if key in ("distance", "kl"):
+            panel.set_yscale("symlog", linthresh=1e-3)
+        panel.grid(alpha=0.3)
+    drawn.axes[-1].legend(fontsize=7)
+    drawn.suptitle(task)
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(folder / f"pretrained-{task}.png", dpi=120)
+    plt.close(drawn)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    first = parts.add_parser("prepare")
+    first.add_argument("--data", type=Path, required=True, help="the folder of data sets")
+    first.add_argument("--cache", type=Path, required=True, help="what is downloaded stays here")
+    first.add_argument("--prepared", type=Path, required=True, help="the folder to write")
+    second = parts.add_parser("run")
+    second.add_argument("--prepared", type=Path, required=True)
+    second.add_argument("--device", default="cpu")
+    second.add_argument("--task", nargs="*", default=[], help="minilm, xquad, whisper, smollm2-8192, … or a beginning")
+    second.add_argument("--method", nargs="*", default=[], help="these methods instead of the whole curve")
+    third = parts.add_parser("show")
+    third.add_argument("--pictures", type=Path, default=PICTURES)
+    for part in (second, third):
+        part.add_argument("--limit", type=int, help="a few examples of each task, for trying things out")
+        part.add_argument("--rows", type=Path, help="the file of rows, instead of results/")
+    args = parser.parse_args()
+    if args.part == "prepare":
+        from pretrained_data import prepare
+
+        prepare(args.data, args.cache, args.prepared)
+        return 0
+    if args.part == "run":
+        run(args)
+        return 0
+    return show(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
