@@ -219,7 +219,74 @@ def settings_table(*questions: str) -> Callable[[], str]:
     return write
 
 
+# task -> what it is, its main figure, which way is better, and the share of exact attention's cost that the bars allow
+PRETRAINED = {
+    "minilm": ("MiniLM-L6, 512 tokens", "distance", "cosine distance of embeddings", -1, 0.35),
+    "xquad": ("MiniLM-L6, question → paragraph", "top1", "top-1 accuracy", 1, 0.35),
+    "whisper": ("Whisper tiny.en's encoder, 1 500 frames", "wer", "word error rate", -1, 0.35),
+    "smollm2-8192": ("SmolLM2-135M, 8 192 tokens, prefill", "kl", "KL to exact, nats", -1, 0.30),
+}
+FIGURES = {
+    "distance": "cosine distance", "top1": "top-1", "wer": "word error rate", "changed": "words changed",
+    "kl": "KL, nats", "perplexity": "perplexity", "hidden": "hidden-state error",
+}  # fmt: skip
+
+
+def pretrained_rows(task: str) -> list[Row]:
+    """The newest row of each method, cheapest first."""
+    newest = {row["method"]: row for row in rows("pretrained") if row["task"] == task}
+    return sorted(newest.values(), key=lambda row: float(row["cost_share"]))
+
+
+def pretrained_table(task: str) -> Callable[[], str]:
+    def write() -> str:
+        found = pretrained_rows(task)
+        if not found:
+            return NOT_YET
+        figures = [key for key in FIGURES if key in found[0]]
+        body = [
+            (f"`{row['method']}`", percent(row["cost_share"]), *(f"{row[key]:.4f}" for key in figures))
+            for row in found
+        ]
+        head = ("method", "multiply-adds, of exact's", *(FIGURES[key] for key in figures))
+        return table(head, body) + origin(found, found[0]["examples"])
+
+    return write
+
+
+def pretrained_summary() -> str:
+    """For each task: exact attention, and the best of the paper's recipe and of Refined inside the allowed cost."""
+    body, seen = [], []
+    for task, (name, key, words, better, most) in PRETRAINED.items():
+        found = pretrained_rows(task)
+        if not found:
+            continue
+
+        def told(kind: str, found: list[Row] = found, key: str = key, better: int = better, most: float = most) -> str:
+            mine = [row for row in found if row["settings"]["method"] == kind]
+            if key == "kl":  # strict centroids are another question
+                mine = [row for row in mine if row["settings"].get("centroids_from", "block") == "block"]
+            inside = [row for row in mine if row["cost_share"] <= most] or mine[:1]
+            if not inside:
+                return "–"
+            best = max(inside, key=lambda row: better * float(row[key]))
+            return f"{best[key]:.4f} at {percent(best['cost_share'])}"
+
+        exact = next((f"{row[key]:.4f}" for row in found if row["method"] == "exact"), "–")
+        body.append((name, words, exact, told("improved"), told("refined")))
+        seen += found
+    if not body:
+        return NOT_YET
+    head = ("model and task", "figure", "exact", "the paper's `improved`", "`refined`")
+    return table(head, body) + origin(seen)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "pretrained": pretrained_summary,
+    "pretrained-minilm": pretrained_table("minilm"),
+    "pretrained-xquad": pretrained_table("xquad"),
+    "pretrained-whisper": pretrained_table("whisper"),
+    "pretrained-smollm2": pretrained_table("smollm2-8192"),
     "compare": compare_table,
     "cpu": cpu_table,
     "cpu-memory": memory_table,
