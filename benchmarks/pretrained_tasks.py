@@ -115,6 +115,7 @@ class Speech(Task):
     length, heads = 1500, 6
     START, END, MOST = (50257, 50362), 50256, 224
     FIRST = (220, 50256)  # neither a blank nor nothing at all comes first
+    SYMBOLS = "\"#()*+/:;<=>@[\\]^_`{|}~「」『』♩♪♫♬♭♮♯"  # not speech: never said, as OpenAI's own decoder has it
 
     def __init__(self, prepared: Path, device: str, limit: int | None) -> None:
         from transformers import WhisperFeatureExtractor
@@ -132,6 +133,8 @@ class Speech(Task):
         self.features = torch.stack([torch.as_tensor(each) for each in features])
         lines = (folder / "gpt2.tiktoken").read_text().split("\n")
         self.pieces = [base64.b64decode(line.split()[0]) for line in lines if line]
+        said = (piece.decode(errors="replace").strip() for piece in self.pieces)
+        self.never = [i for i, text in enumerate(said) if text and all(letter in self.SYMBOLS for letter in text)]
         kinds = ", ".join(f"{self.kinds.count(kind)} of {kind}" for kind in dict.fromkeys(self.kinds))
         self.examples = f"{len(at)} clips ({kinds}), {sum(map(len, self.words))} words"
 
@@ -153,7 +156,7 @@ class Speech(Task):
             )
             past = out.past_key_values
             logits = self.model.proj_out(out.last_hidden_state[:, -1])
-            logits[:, self.START[0] :] = -math.inf
+            logits[:, self.START[0] :] = logits[:, self.never] = -math.inf
             if step == 0:
                 logits[:, self.FIRST] = -math.inf
             following = logits.argmax(-1).masked_fill(over, self.END)
@@ -164,7 +167,7 @@ class Speech(Task):
             tokens = following.unsqueeze(-1)
         rows = torch.stack(found, 1).tolist()
         texts = (b"".join(self.pieces[token] for token in row if token < self.END) for row in rows)
-        return [plain_words(text.decode(errors="replace")) for text in texts]
+        return [unlooped(plain_words(text.decode(errors="replace"))) for text in texts]
 
     def judge(self, mine: tuple[Tensor, list[list[str]]], exact: tuple[Tensor, list[list[str]]]) -> Figures:
         (hidden, said), (truth, theirs) = mine, exact
@@ -179,6 +182,18 @@ def plain_words(text: str) -> list[str]:
     """Lower case, no punctuation, digits one by one as words."""
     text = re.sub(r"\d", lambda digit: f" {DIGITS[int(digit[0])]} ", text.lower())
     return re.sub(r"[^a-z' ]", " ", text).split()
+
+
+def unlooped(words: list[str], longest: int = 8, often: int = 5) -> list[str]:
+    """Greedy decoding may run in a circle to its last token (exact attention's too): what it says again and again up to
+    the end counts once. The published decoder starts over with another temperature, which would add chance."""
+    for period in range(1, longest + 1):
+        times = 1
+        while words[: len(words) - times * period][-period:] == words[-period:] and times * period < len(words):
+            times += 1
+        if times >= often:
+            return words[: len(words) - (times - 1) * period]
+    return words
 
 
 def rate(wanted: list[list[str]], got: list[list[str]]) -> float:
