@@ -210,13 +210,13 @@ def picture(task: str, rows: list[Row], figures: list[str], folder: Path) -> Non
         for (kind, prefill), some in curves.items():
             label = kind + (" (prefill)" if prefill else "")
             panel.plot([row["cost_share"] for row in some], [row[key] for row in some], color=COLOURS[kind],
-                       marker="o" if kind == "exact" or len(some) < 2 else ".", linestyle=":" if prefill else "-",
-                       label=label)  # fmt: skip
+                       marker="x" if prefill else "o", markersize=5, linestyle="", label=label)  # fmt: skip
         panel.set(xlabel="multiply-adds, of exact attention's", ylabel=FIGURES[key], xlim=(0, 1.25))
         if key in ("distance", "kl"):
             panel.set_yscale("symlog", linthresh=1e-3)
+        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    drawn.axes[-1].legend(fontsize=7)
+    drawn.axes[-1].legend(fontsize=7, loc="upper right")
     drawn.suptitle(task)
     folder.mkdir(parents=True, exist_ok=True)
     drawn.savefig(folder / f"pretrained-{task}.png", dpi=120)
