@@ -26,14 +26,24 @@ class Alone(NamedTuple):
     scale: float
 
 
-def seat_lists(table: Tensor, length: int) -> Lists:
-    """table (b h g s) of positions below ``length``; -1 is an empty seat."""
+def seats_by_token(table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The tokens that sit in a table (b h g s) of positions below ``length``, sorted, and the flat seat of each.
+
+    A token of sequence i is numbered i (length + 1) + its position; -1, an empty seat, has position ``length``.
+    """
     lead, size = table.shape[0] * table.shape[1], length + 1
     kind = torch.int32 if lead * size < 2**31 else torch.int64
     sequence = torch.arange(lead, device=table.device).view(*table.shape[:2], 1, 1) * size
     token = (torch.where(table < 0, length, table) + sequence).to(kind).view(-1)
     token, order = token.sort(stable=True)
-    start = torch.searchsorted(token, torch.arange(lead * size, dtype=kind, device=table.device))
+    return token, order
+
+
+def seat_lists(table: Tensor, length: int) -> Lists:
+    """table (b h g s) of positions below ``length``; -1 is an empty seat."""
+    token, order = seats_by_token(table, length)
+    many = table.shape[0] * table.shape[1] * (length + 1)
+    start = torch.searchsorted(token, torch.arange(many, dtype=token.dtype, device=table.device))
     return Lists(order, start)
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from .._jit import triton as _triton
-from .near import _limit, select
+from .near import _limit, add_near, select
 from .reference import Reach
 
 LOG2E = 1.4426950408889634
 
 
 @jit
-def _near(BITS, lead, row, rows, words, first, key, BM: tl.constexpr):
+def _near(BITS, lead, row, rows, words, first, key):
     """Which of a tile's keys are near for which rows: a word of 32 bits per row and half tile."""
     low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
     high = tl.load(
@@ -73,7 +73,7 @@ def coarse_fwd_kernel(
             seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key, BM)
+            near = _near(BITS, lead, row, rows, words, start, key)
             if not TANGENT:
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
@@ -193,58 +193,6 @@ def prepare_kernel(
         elif HAS_D_NEAR:
             dn = tl.load(D_NEAR + row, mask=here, other=0.0)
         tl.store(DN + row, dn, mask=here)
-
-
-@jit
-def near_kernel(
-    TOKENS, ORDER, NEAR_DK, NEAR_DV, DK, DV, total, m, t, d, e, parts,
-    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Entries sorted by key: the first entry of each key adds up all of them. A key's run may go on in later tiles."""
-    begin = tl.program_id(0) * BN
-    at, dims, values = begin + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE)
-    token = tl.load(TOKENS + at, mask=at < total, other=-1)
-    before = tl.load(TOKENS + at - 1, mask=(at > 0) & (at < total), other=-1)
-    leads = (token != before) & (token % (m + 1) != m) & (at < total)
-    last = tl.load(TOKENS + tl.minimum(begin + BN, total) - 1)
-    dk, dv = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
-    start, going = begin, True
-    while going:
-        other = start + tl.arange(0, BN)
-        theirs = tl.load(TOKENS + other, mask=other < total, other=-2)
-        seat = tl.load(ORDER + tl.minimum(other, total - 1))
-        same = leads[:, None] & (token[:, None] == theirs[None, :])
-        for part in range(parts):
-            row = (((seat // t) * parts + part) * t + seat % t)[:, None]
-            there = (other < total)[:, None]
-            k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
-            v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-            dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
-            dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
-        start += BN
-        following = tl.load(TOKENS + tl.minimum(start, total - 1))
-        going = (start < total) & (following == last)
-    key = ((token // (m + 1)).to(tl.int64) * m + token % (m + 1))[:, None]
-    here = leads[:, None] & (dims < d)[None, :]
-    dk += tl.load(DK + key * d + dims[None, :], mask=here, other=0.0)
-    tl.store(DK + key * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=here)
-    here = leads[:, None] & (values < e)[None, :]
-    dv += tl.load(DV + key * e + values[None, :], mask=here, other=0.0)
-    tl.store(DV + key * e + values[None, :], dv.to(DV.dtype.element_ty), mask=here)
-
-
-def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor, parts: int) -> None:
-    """Add the gradients (b h c parts t ...) of the near keys at near_at (b h c t) to those of all keys, in place."""
-    (b, hk, m, d), e, t = dk.shape, dv.shape[3], near_at.shape[3]
-    kind = torch.int32 if b * hk * (m + 1) < 2**31 else torch.int64
-    sequence = torch.arange(b * hk, device=dk.device).view(-1, 1) * (m + 1)
-    entries = near_at.view(b * hk, -1)
-    tokens, order = (torch.where(entries < 0, m, entries) + sequence).to(kind).view(-1).sort(stable=True)
-    tile = 32
-    near_kernel[(_triton.cdiv(tokens.numel(), tile),)](
-        tokens, order, near_dk, near_dv, dk, dv, tokens.numel(), m, t, d, e, parts,
-        BN=tile, BD=power(d), BE=power(e), num_warps=4,
-    )  # fmt: skip
 
 
 @jit
@@ -376,7 +324,7 @@ def coarse_bwd_c_kernel(
             seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
         near = seen
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key, BM)
+            near = _near(BITS, lead, row, rows, words, start, key)
         p, ds = _weights(c, k, v, dy, dm, delta, lse, near_lse, d_near, near, seen, scale, HAS_NEAR, TANGENT, PRECISION)
         dc += tl.dot((ds * natural_scale).to(k.dtype), k, input_precision=PRECISION)
     place = (lead * splits + split) * rows + row
