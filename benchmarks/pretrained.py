@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> None:
         with hf.observe(task.part, partial(note, met)):
             exact = task.answer()
         around = {**environment(args.device), "transformers": __import__("transformers").__version__}
+        around["commit"] = args.commit or around["commit"]
         for method in tqdm(left, desc=name, unit="method"):
             plan = ca.Plan(dict.fromkeys(met, method), task.exact_below)
             hf.swap(task.part, plan)
@@ -235,6 +236,7 @@ def main() -> int:
     second.add_argument("--device", default="cpu")
     second.add_argument("--task", nargs="*", default=[], help="minilm, xquad, whisper, smollm2-8192, … or a beginning")
     second.add_argument("--method", nargs="*", default=[], help="these methods instead of the whole curve")
+    second.add_argument("--commit", help="what the rows say where git can not tell")
     third = parts.add_parser("show")
     third.add_argument("--pictures", type=Path, default=PICTURES)
     for part in (second, third):
