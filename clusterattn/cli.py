@@ -1,4 +1,5 @@
-"""The command `clusterattn`: compare, bench, env; approximate and tune are in _cli_pretrained.py.
+"""The command `clusterattn`: compare, bench, env; approximate and tune are in _cli_pretrained.py, train, reproduce and
+report in _cli_train.py.
 
 What the commands need beyond torch comes with the extra "cli" and is imported only when it is used.
 """
@@ -50,6 +51,12 @@ ABOUT = """Clustered and sparse attention, measured against exact attention.
 
   clusterattn tune MODEL --data book.txt --length 512 --tolerance 0.02 --out plan.json
 
+[bold]Train with any attention on your own data; run the papers' tables and figures again[/]
+
+  clusterattn train classify --data reviews.csv --method refined
+
+  clusterattn reproduce --list
+
 [bold]What is installed, and which backend would run[/]
 
   clusterattn env
@@ -76,8 +83,9 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     from ._cli_pretrained import approximate, tune
+    from ._cli_train import report, reproduce, train
 
-    for command in (compare, bench, approximate, tune, env):
+    for command in (compare, bench, approximate, tune, train, reproduce, report, env):
         app.command()(command)
     return app
 

@@ -1,11 +1,11 @@
-"""Third parties that the library itself can do without. They come with an extra: "cli", or "hf" for models."""
+"""Third parties that the library itself can do without. They come with an extra: "cli", "hf" for models, "train" for training."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-FOR = {"cli": "the commands", "hf": "pretrained models"}
+FOR = {"cli": "the commands", "hf": "pretrained models", "train": "training"}
 
 
 def need(module: str, extra: str = "cli") -> Any:

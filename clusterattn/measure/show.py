@@ -11,6 +11,9 @@ from ._extra import need
 
 if TYPE_CHECKING:
     from .._plan import Plan
+    from ..reproduce import Experiment
+    from ..tasks import Task
+    from ..train import Fitted
     from .approximate import Approximation
     from .compare import Comparison
     from .rows import Row
@@ -77,6 +80,52 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
         f"{note['cost_share']:.1%} of exact attention's {note['cost']}",
         highlight=False,
     )
+    _show_written(written)
+
+
+def show_trained(task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, float]], written: Sequence[Path]) -> None:
+    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    table.add_column("split")
+    for title in fitted.best:
+        table.add_column(title, justify="right")
+    for split, told in {"dev": fitted.best, **figures}.items():
+        table.add_row(split, *(f"{told[title]:.4g}" for title in fitted.best))
+    rich.print(table)
+    counts = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
+    rich.print(f"{counts} examples; {fitted.steps} updates in {fitted.seconds:.0f} s", highlight=False)
+    _show_written(written)
+
+
+def show_experiments(found: Mapping[str, Experiment]) -> None:
+    rich = _console()
+    for paper in dict.fromkeys(each.paper for each in found.values()):
+        table = need("rich.table").Table(title=_literal(paper), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
+        for title in ("name", "place", "what", "data"):
+            table.add_column(title, no_wrap=title in ("name", "place"))
+        for each in (each for each in found.values() if each.paper == paper):
+            about = each.about + (f" [yellow]{_literal(each.cannot)}[/]" if each.cannot else "")
+            table.add_row(each.name, each.place, about, ", ".join(each.needs) or "generated")
+        rich.print(table)
+
+
+def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
+    from ..reproduce.page import config_of, differences
+
+    rich, config = _console(), config_of(experiment, scale)
+    for each in experiment.tables(rows, config):
+        table = need("rich.table").Table(title=_literal(each.title), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
+        for at, title in enumerate(each.columns):
+            table.add_column(_literal(title), justify="right" if at else "left")
+        for row in each.rows:
+            table.add_row(*map(_literal, row))
+        rich.print(table)
+        for note in each.notes:
+            rich.print(f"[dim]{_literal(note)}[/]", highlight=False)
+    rich.print("[dim]the paper | ours[/]")
+    for line in experiment.findings(rows, config):
+        rich.print(f"• {_literal(line)}", highlight=False)
+    for line in differences(experiment, scale):
+        rich.print(f"[dim]• {_literal(line)}[/]", highlight=False)
     _show_written(written)
 
 

@@ -2,12 +2,16 @@
 
 from .attention import MultiheadAttention
 from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses
+from .decoder import COMMITMENT, Decoder, DecoderLayer
 from .encoder import Encoder, EncoderLayer
 
 __all__ = [
+    "COMMITMENT",
     "ClusterFormerEncoder",
     "ClusterFormerLayer",
     "ClusterFormerLosses",
+    "Decoder",
+    "DecoderLayer",
     "Encoder",
     "EncoderLayer",
     "MultiheadAttention",

@@ -1,0 +1,102 @@
+"""A transformer decoder: causal self-attention by any method, exact attention to what the encoder said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import check_whole
+from ..methods import ClusterFormer, ClusterFormerState, MethodSpec
+from ..methods import method as as_method
+from .attention import MultiheadAttention
+from .encoder import Frame, last_norm
+
+COMMITMENT = 1e-4  # the published weight of Routing's commitment loss
+
+
+class DecoderLayer(Frame):
+    """Causal self-attention, cross-attention, feed-forward, each with dropout and a residual.
+
+    Cross-attention is exact for every method: no paper clusters it. Options as for ``EncoderLayer``.
+    """
+
+    def __init__(self, embed_dim: int, heads: int, method: MethodSpec, **options: Any) -> None:
+        super().__init__(embed_dim, heads, method, **(options | {"causal": True}))
+        here: dict[str, Any] = {"device": self.linear1.weight.device, "dtype": self.linear1.weight.dtype}
+        self.cross = MultiheadAttention(embed_dim, heads, "exact", dropout=self.dropout.p, **here)
+        self.norm_cross = nn.LayerNorm(embed_dim, **here)
+        self.cluster_proj: nn.Linear | None = None
+        if isinstance(self.attention.method, ClusterFormer):
+            self.cluster_proj = nn.Linear(embed_dim, embed_dim, bias=False, **here)
+            nn.init.xavier_uniform_(self.cluster_proj.weight)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, key_mask: Tensor | None, memory_mask: Tensor | None,
+        state: ClusterFormerState | None = None,
+    ) -> tuple[Tensor, ClusterFormerState | None]:  # fmt: skip
+        """x (b n embed_dim), memory (b m embed_dim), masks (b n) and (b m); with ClusterFormer its state."""
+        y, more = self.enter(x), dict[str, Any]()
+        if self.cluster_proj is not None:
+            more = {"points": self.cluster_proj(y), "state": state, "return_state": True}
+        answer, new = self.attend(y, key_mask, **more)
+        x = x + answer
+        if not self.norm_first:
+            x = self.norm_cross(x)
+        asked = self.norm_cross(x) if self.norm_first else x
+        heard, _, _ = self.cross.attend(asked, memory, memory, key_mask=memory_mask, query_mask=key_mask)
+        return self.leave(x, heard), new if self.cluster_proj is not None else None  # Routing keeps its own
+
+
+class Decoder(nn.Module):
+    """A stack of ``DecoderLayer``.
+
+    length   ClusterFormer has near the root of it clusters, where the method leaves their number open
+    mu, nu   weights of ClusterFormer's losses; its trained centroids go from layer to layer as in
+             ``ClusterFormerEncoder``, in the paper's masked variant (appendix B, its mask corrected)
+
+    No token ever hears the value of a later one. But Reformer, Routing, ClusterFormer and Smyrf are only
+    value-causal: over a whole sequence, as in training, later tokens have a say in who is grouped with whom;
+    a decoder that writes token by token groups its prefix alone. Clustered, Improved and Refined group by
+    earlier blocks (``block`` in the method) and are strict.
+    """
+
+    def __init__(
+        self, embed_dim: int, heads: int, layers: int, method: MethodSpec = "refined", *, length: int = 512,
+        mu: float = 0.1, nu: float = 0.1, similarity: str = "cosine", norm_first: bool = True,
+        final_norm: bool | None = None, seed: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_whole("Decoder", layers=layers)
+        chosen, self.mu, self.nu = as_method(method), mu, nu
+        self.centroids: nn.Parameter | None = None
+        if isinstance(chosen, ClusterFormer):
+            clusters = chosen.clusters or max(math.isqrt(length), 1)
+            chosen = ClusterFormer(clusters=clusters, blocks=chosen.blocks, similarity=similarity)
+            here = {name: options.get(name) for name in ("device", "dtype")}
+            self.centroids = nn.Parameter(torch.randn(clusters, embed_dim, **here) * embed_dim**-0.5)
+        self.layers = nn.ModuleList(
+            DecoderLayer(embed_dim, heads, chosen, norm_first=norm_first, seed=seed + at, **options)
+            for at in range(layers)
+        )
+        self.norm = last_norm(embed_dim, norm_first if final_norm is None else final_norm, options)
+
+    def forward(
+        self, y: Tensor, memory: Tensor, key_mask: Tensor | None = None, memory_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """y (b n dim), memory (b m dim), masks True = a real token: (b n dim), and the method's own loss, weighted."""
+        state = None if self.centroids is None else ClusterFormerState(self.centroids)
+        auxiliary = y.new_zeros((), dtype=torch.float32)
+        for layer in self.layers:
+            y, state = layer(y, memory, key_mask, memory_mask, state)
+            auxiliary = auxiliary + self._loss_of(layer, state)
+        return self.norm(y), auxiliary
+
+    def _loss_of(self, layer: nn.Module, state: ClusterFormerState | None) -> Tensor | float:
+        """ClusterFormer's losses are means over layers, Routing's commitment a sum, as in the encoders."""
+        if state is not None and state.clustering_loss is not None and state.sorting_loss is not None:
+            return (self.mu * state.clustering_loss + self.nu * state.sorting_loss) / len(self.layers)
+        left = layer.attention.auxiliary_loss if isinstance(layer, DecoderLayer) else None
+        return 0.0 if left is None else COMMITMENT * left

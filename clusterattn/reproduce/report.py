@@ -1,0 +1,71 @@
+"""results/ as one self-contained page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .._errors import bad_value
+from ..measure import rows as files
+from ..measure.report import page
+from ..measure.rows import Row, write_whole
+from . import experiments
+from ._experiment import PAPERS
+from .page import best_scale, config_of, differences, where
+from .runner import THEME
+
+MOST = 200  # rows of a file that are shown; the file has them all
+
+
+def write_page(results: Path, out: Path, command: str = "") -> Path:
+    results = Path(results)
+    if not results.is_dir():
+        raise bad_value("--results, a folder of .jsonl files", str(results), "`clusterattn reproduce` or `bench` first")
+    pictures: dict[str, bytes] = {}
+    papers = [(title, [_shown(each, results, pictures) for each in experiments().values() if each.paper == title])
+              for title in PAPERS.values()]  # fmt: skip
+    others = [_file(path) for path in sorted(results.glob("*.jsonl")) if not path.name.startswith(THEME)]
+    facts = {"papers": papers, "others": [each for each in others if each], "command": command}
+    return write_whole(out, page("results.html.jinja", pictures, **facts))
+
+
+def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[str, Any]:
+    """One experiment with what there is of it; its picture is added to the others."""
+    head = {"name": experiment.name, "place": experiment.place, "about": experiment.about, "cannot": experiment.cannot}
+    found = best_scale(experiment, results)
+    if found is None:
+        return {**head, "scale": None}
+    scale, rows = found
+    config = config_of(experiment, scale)
+    drawn = experiment.picture(rows, config)
+    if drawn:
+        pictures[experiment.name] = drawn
+    return {
+        **head,
+        "scale": scale,
+        "tables": experiment.tables(rows, config),
+        "findings": experiment.findings(rows, config),
+        "differences": differences(experiment, scale),
+        "where": where(rows),
+    }
+
+
+def _file(path: Path) -> dict[str, Any] | None:
+    """Any other file of rows: its plain columns, as they are."""
+    rows: list[Row] = [row for row in files.read(path) if isinstance(row, dict)]
+    if not rows:
+        return None
+    columns = [name for name in dict.fromkeys(key for row in rows for key in row)
+               if not any(isinstance(row.get(name), (dict, list)) for row in rows)]  # fmt: skip
+    varied = [name for name in columns if name == "method" or len({str(row.get(name)) for row in rows}) > 1]
+    return {
+        "name": path.name,
+        "columns": varied,
+        "rows": [[_cell(row.get(name)) for name in varied] for row in rows[:MOST]],
+        "more": max(len(rows) - MOST, 0),
+        "where": where([row for row in rows if "environment" in row]),
+    }
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

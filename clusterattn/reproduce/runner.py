@@ -1,0 +1,178 @@
+"""Runs experiments: what is done already is left alone, what is left runs in one or several processes, every finished
+cell is a row on disk at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .._errors import bad_value
+from ..measure import rows as files
+from ..measure.rows import Row
+from . import experiments
+from ._experiment import SCALES, Cell, Context, Experiment, as_dict
+
+THEME = "reproduce"
+Tick = Callable[[str, int], object]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One cell that is still to be done."""
+
+    experiment: str
+    scale: str
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the work: rows for all cells there are, and the cells that failed, with their last words."""
+
+    rows: dict[str, list[Row]]  # by the name of the experiment
+    failed: dict[str, str]  # "experiment: cell" -> traceback
+
+
+def named(name: str) -> Experiment:
+    found = experiments()
+    if name not in found:
+        near = [each for each in found if name.lower().replace(" ", "") in each] or list(found)
+        raise bad_value("an experiment", repr(name), f"{', '.join(near)} (see --list)")
+    return found[name]
+
+
+def source(experiment: Experiment) -> Experiment:
+    """The experiment whose cells make the rows that this one shows."""
+    return named(experiment.rows_from) if experiment.rows_from else experiment
+
+
+def reproduce(
+    names: Sequence[str],
+    scale: str = "smoke",
+    *,
+    data: Path | None = None,
+    device: str = "cpu",
+    out: Path = Path("results"),
+    jobs: int = 1,
+    only: str | None = None,
+    commit: str | None = None,
+    tick: Tick = lambda text, total: None,
+) -> Outcome:
+    """Run what is missing of the named experiments; rows go to ``out`` as they come.
+
+    jobs   processes that share the device; experiments that measure time run alone, after the others
+    only   a regular expression: only cells whose name it finds
+    """
+    if scale not in SCALES:
+        raise bad_value(f"a scale: {', '.join(SCALES)}", repr(scale), "--scale small")
+    made = list({source(each).name: source(each) for each in map(named, names)}.values())
+    for each in made if scale != "smoke" else ():
+        for need in each.needs:
+            Context(torch.device(device), data, out).folder(need)  # miss data before the work, not after it
+    left = [work for each in made for work in missing(each, scale, out, only)]
+    around = files.environment(device)
+    around["commit"] = commit or around["commit"]
+    failed: dict[str, str] = {}
+    done = 0
+
+    def finish(work: Work, answer: list[Row] | str) -> None:
+        nonlocal done
+        done += 1
+        label = f"{work.experiment}: {work.cell.name}"
+        if isinstance(answer, str):
+            failed[label] = answer
+        else:
+            path = files.rows_path(out, f"{THEME}-{work.experiment}", device)
+            files.append(path, *(_whole_row(work, row, around) for row in answer))
+        tick(f"{label} ({done} of {len(left)} cells)", len(left))
+
+    quiet = [work for work in left if getattr(named(work.experiment), "alone", False)]
+    busy = sorted((work for work in left if work not in quiet), key=lambda work: -work.cell.seconds)
+    for work, answer in _together(busy, data, device, jobs) if jobs > 1 else _in_turn(busy, data, device):
+        finish(work, answer)
+    for work, answer in _in_turn(quiet, data, device):
+        finish(work, answer)
+    return Outcome({name: done_rows(named(name), scale, out) for name in names}, failed)
+
+
+def missing(experiment: Experiment, scale: str, out: Path, only: str | None = None) -> list[Work]:
+    done = {row["cell"] for row in done_rows(experiment, scale, out)}
+    cells = experiment.cells(experiment.scales[scale])
+    wanted = [cell for cell in cells if cell.name not in done and (only is None or re.search(only, cell.name))]
+    return [Work(experiment.name, scale, cell) for cell in wanted]
+
+
+def done_rows(experiment: Experiment, scale: str, out: Path) -> list[Row]:
+    """All rows of an experiment at a scale, made with today's configuration of it."""
+    made, print_of = source(experiment), fingerprint(source(experiment), scale)
+    paths = sorted(Path(out).glob(f"{THEME}-{made.name}_*.jsonl"))
+    rows = [row for path in paths for row in files.read(path)]
+    return [row for row in rows if row["scale"] == scale and row["config"] == print_of]
+
+
+def fingerprint(experiment: Experiment, scale: str) -> str:
+    """Changes with the configuration, so that rows of another one are never mixed in."""
+    told = json.dumps(as_dict(experiment.scales[scale]), sort_keys=True, default=str)
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
+def _whole_row(work: Work, row: Row, around: Row) -> Row:
+    head = {"theme": THEME, "experiment": work.experiment, "scale": work.scale,
+            "config": fingerprint(named(work.experiment), work.scale), "cell": work.cell.name}  # fmt: skip
+    return {**head, **work.cell.settings, **row, "environment": around}
+
+
+def _in_turn(works: Sequence[Work], data: Path | None, device: str) -> Iterator[tuple[Work, list[Row] | str]]:
+    for work in works:
+        yield work, _do(work, data, device)
+
+
+def _together(
+    works: Sequence[Work], data: Path | None, device: str, jobs: int
+) -> Iterator[tuple[Work, list[Row] | str]]:
+    if not works:
+        return
+    start = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(min(jobs, len(works)), mp_context=start, initializer=_begin, initargs=(jobs,)) as pool:
+        futures: dict[Future[list[Row] | str], Work] = {pool.submit(_do, work, data, device): work for work in works}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except Exception as error:  # a process died: its cell is told of as failed, nothing else is lost
+                yield futures[future], f"{type(error).__name__}: {error}"
+
+
+def _begin(jobs: int) -> None:
+    torch.set_num_threads(max((os.cpu_count() or 1) // jobs, 1))
+
+
+def _do(work: Work, data: Path | None, device: str) -> list[Row] | str:
+    """One cell, in whatever process this is: its rows, or how it failed."""
+    experiment = named(work.experiment)
+    folder = work_folder(work)
+    try:
+        rows = experiment.run(work.cell, experiment.scales[work.scale], Context(torch.device(device), data, folder))
+    except Exception:
+        return traceback.format_exc()
+    shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def work_folder(work: Work) -> Path:
+    """Where a cell keeps its checkpoints until it is done."""
+    slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", work.cell.name)
+    home = Path(tempfile.gettempdir()) if work.scale == "smoke" else Path.home() / ".cache"
+    config = f"{work.scale}-{fingerprint(named(work.experiment), work.scale)}"
+    return home / "clusterattn" / work.experiment / config / slug

@@ -1,0 +1,48 @@
+"""A training that can be killed at any moment: its whole state is one safetensors file, replaced in one move."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import bad_value
+from ..measure._extra import need
+from ..measure.rows import write_whole
+
+VERSION = 1
+
+
+def write(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, Any]) -> None:
+    tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
+    numbers: dict[str, Any] = {}
+    if optimizer is not None:
+        for at, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{at}.{name}"] = value
+    about = json.dumps({"version": VERSION, "progress": progress, "numbers": numbers})
+    # copies: safetensors refuses tied weights, which share their memory
+    whole = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
+    write_whole(path, need("safetensors.torch", "train").save(whole, {"clusterattn": about}))
+
+
+def read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Load into model and optimizer; the progress that was written with them."""
+    with need("safetensors", "train").safe_open(path, "pt") as file:
+        about = json.loads((file.metadata() or {}).get("clusterattn", "{}"))
+        if about.get("version") != VERSION:
+            raise bad_value(f"a checkpoint of version {VERSION}", f"{path}: {about.get('version')}", "another folder")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model.load_state_dict({name[6:]: each for name, each in tensors.items() if name.startswith("model.")})
+    if optimizer is not None:
+        state: dict[int, dict[str, Any]] = {}
+        for name, value in [*tensors.items(), *about["numbers"].items()]:
+            if name.startswith("optimizer."):
+                _, at, key = name.split(".", 2)
+                state.setdefault(int(at), {})[key] = value
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    progress: dict[str, Any] = about["progress"]
+    return progress

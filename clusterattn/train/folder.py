@@ -1,0 +1,77 @@
+"""A trained model as a folder: weights, what it is, what its task needs, how it was judged, how it learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .._errors import bad_value
+from ..measure._extra import need
+from ..measure.rows import dumps, write_whole
+from ..methods import MethodSpec
+from ..methods import method as as_method
+from ..tasks import Figures, Task, task_named
+from .loop import Fitted
+
+VERSION = 1
+CONFIG, WEIGHTS, METRICS, HISTORY, CURVE = (
+    "config.json", "model.safetensors", "metrics.json", "history.jsonl", "curve.png",
+)  # fmt: skip
+
+
+def save(
+    folder: Path, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any], figures: Figures
+) -> list[Path]:
+    """Write the folder; its config comes last, so that a folder with one is whole."""
+    task.save(folder)
+    # copies: safetensors refuses tied weights, which share their memory
+    state = fitted.model.state_dict()
+    weights = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in state.items()}
+    about = {"version": VERSION, "task": task.name, "method": as_method(method).to_dict(), "sizes": sizes}
+    return [
+        write_whole(folder / WEIGHTS, need("safetensors.torch", "train").save(weights)),
+        write_whole(folder / METRICS, json.dumps({"dev": fitted.best, **figures}, indent=2) + "\n"),
+        write_whole(folder / HISTORY, "".join(dumps(row) + "\n" for row in fitted.history)),
+        write_whole(folder / CURVE, curve(fitted.history, task.figure)),
+        write_whole(folder / CONFIG, json.dumps(about, indent=2) + "\n"),
+    ]
+
+
+def load(folder: Path | str) -> tuple[Task, nn.Module]:
+    """The task, to speak to the model with, and the model: ``task.predict(model, ["some text"])``."""
+    folder = Path(folder)
+    if not (folder / CONFIG).exists():
+        raise bad_value("a folder that `clusterattn train` wrote", f"{folder}, without {CONFIG}", "its --out")
+    about = json.loads((folder / CONFIG).read_text())
+    if about.get("version") != VERSION or "task" not in about:
+        raise bad_value(f"a model of version {VERSION}", f"{folder / CONFIG}", "training it again")
+    task = task_named(about["task"]).restore(folder)
+    model = task.model(about["method"], **about["sizes"])
+    model.load_state_dict(need("safetensors.torch", "train").load_file(folder / WEIGHTS))
+    return task, model.eval()
+
+
+def curve(history: Sequence[dict[str, Any]], figure: str) -> bytes:
+    """The learning curve: the loss on training data, the deciding figure on dev."""
+    import io
+
+    need("matplotlib").use("Agg")
+    plt = need("matplotlib.pyplot")
+    drawn, loss = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [row["step"] for row in history]
+    (left,) = loss.plot(steps, [row["loss"] for row in history], color="tab:gray", marker=".", label="training loss")
+    loss.set(xlabel="updates", ylabel="training loss")
+    loss.set_ylim(bottom=0)
+    judged = loss.twinx()
+    (right,) = judged.plot(steps, [row[figure] for row in history], color="tab:red", marker="o", label=f"{figure}, dev")
+    judged.set_ylabel(f"{figure} on dev")
+    loss.legend(handles=[left, right], loc="center right")
+    loss.grid(alpha=0.3)
+    with io.BytesIO() as file:
+        drawn.savefig(file, format="png", dpi=120)
+        plt.close(drawn)
+        return file.getvalue()

@@ -1,0 +1,218 @@
+"""The training loop: it learns, stops, goes on after being killed, and gives one answer on one process or two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from toy_task import Toy  # noqa: E402
+
+from clusterattn.methods import METHODS  # noqa: E402
+from clusterattn.models import attending_with, attentions  # noqa: E402
+from clusterattn.tasks import batches, order, padded  # noqa: E402
+from clusterattn.train import Settings, fit, judge  # noqa: E402
+from clusterattn.train.graphs import Replayed  # noqa: E402
+
+HERE = Path(__file__).parent
+SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4", "refined": "refined:clusters=4,top=4",
+         "reformer": "reformer:chunk=4", "routing": "routing:window=4", "smyrf": "smyrf:q_seats=4,k_seats=4",
+         "local": "local:window=4", "oracle_top": "oracle_top:top=4"}  # fmt: skip
+
+
+def trained(task, method="exact", folder=None, **settings):
+    torch.manual_seed(0)
+    options = {"epochs": 3, "batch": 8, "lr": 2e-3} | settings
+    return fit(task, task.model(method), Settings(**options), folder=folder, device="cpu")
+
+
+def weights(fitted):
+    return {name: each.clone() for name, each in fitted.model.state_dict().items()}
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name):
+    fitted = trained(Toy(), SHORT.get(name, name), epochs=6)
+    losses = [row["loss"] for row in fitted.history]
+    assert losses[-1] < losses[0]
+    assert fitted.steps == 30
+    assert fitted.best["accuracy"] == max(row["accuracy"] for row in fitted.history)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_another():
+    same(weights(trained(Toy(), "reformer:chunk=4")), weights(trained(Toy(), "reformer:chunk=4")))
+    other = weights(trained(Toy(), "reformer:chunk=4", seed=1))
+    assert not torch.equal(other["head.weight"], weights(trained(Toy(), "reformer:chunk=4"))["head.weight"])
+
+
+def test_the_best_weights_are_kept(tmp_path):
+    for folder in (None, tmp_path):
+        fitted = trained(Toy(), lr=0.05, epochs=6, folder=folder)
+        assert judge(Toy(), fitted.model, "dev")["accuracy"] == pytest.approx(fitted.best["accuracy"])
+
+
+def test_an_interrupted_training_ends_as_if_nothing_had_happened(tmp_path):
+    whole = trained(Toy(), "refined:clusters=4,top=4", epochs=4, decay="plateau", plateau=1)
+    trained(Toy(), "refined:clusters=4,top=4", epochs=2, decay="plateau", plateau=1, folder=tmp_path)
+    resumed = trained(Toy(), "refined:clusters=4,top=4", epochs=4, decay="plateau", plateau=1, folder=tmp_path)
+    same(weights(whole), weights(resumed))
+    assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path):
+    script = tmp_path / "go.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from test_train import Toy, trained\n"
+        f"trained(Toy(), epochs=2000, folder={str(tmp_path / 'run')!r})\n"
+    )
+    state = tmp_path / "run" / "state.safetensors"
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, str(script)], cwd=HERE.parent)
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        for _ in range(600):
+            time.sleep(0.1)
+            if state.exists() and state.stat().st_mtime_ns > before:
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert load_file(state)  # whole, whatever happened
+    resumed = trained(Toy(), epochs=2000, folder=tmp_path / "run", patience=1)
+    assert resumed.steps > 5
+    assert [row["step"] for row in resumed.history] == [5 * (at + 1) for at in range(len(resumed.history))]
+
+
+def test_a_folder_of_another_training_is_refused(tmp_path):
+    trained(Toy(), folder=tmp_path)
+    with pytest.raises(ValueError, match="wanted the settings with which"):
+        trained(Toy(), folder=tmp_path, lr=1e-4)
+
+
+def test_it_stops_early_and_at_a_target():
+    assert trained(Toy(), lr=1e-9, epochs=50, patience=2).steps == 15  # nothing gets better after the first judgement
+    assert trained(Toy(), epochs=50, target=0.5).steps == 5
+
+
+def test_the_learning_rate_halves_on_a_plateau():
+    rates = [row["lr"] for row in trained(Toy(), lr=1e-9, epochs=5, decay="plateau", plateau=2).history]
+    assert rates[0] == pytest.approx(1e-9)
+    assert rates[-1] == pytest.approx(2.5e-10)
+
+
+def test_learning_rates():
+    rate = Settings(lr=1.0, warmup=4, decay="linear").rate
+    assert [rate(step, 8) for step in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert Settings(lr=1.0, warmup=4, decay="root").rate(15, 100) == pytest.approx(0.5)
+
+
+def test_a_loss_that_is_no_number_is_said_plainly():
+    class Broken(Toy):
+        def loss(self, model, batch):
+            total, count = super().loss(model, batch)
+            return total * float("nan"), count
+
+    with pytest.raises(ValueError, match="a loss that is a number"):
+        trained(Broken())
+
+
+@pytest.mark.parametrize("bad", [{"lr": 0}, {"decay": "fast"}, {"epochs": 0}, {"precision": "fp8"}, {"patience": 0}])
+def test_bad_settings(bad):
+    with pytest.raises(ValueError, match="wanted"):
+        Settings(**bad)
+
+
+def test_bf16():
+    assert trained(Toy(), precision="bf16").history[-1]["loss"] < 0.8
+
+
+def test_two_processes_give_the_result_of_one(tmp_path):
+    """Odd batches, and a last batch with fewer examples than processes, in which one process has nothing."""
+    one = trained(Toy(count=82, dropout=0.0), batch=5, epochs=2)
+    script = tmp_path / "two.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from accelerate import PartialState\n"
+        "from safetensors.torch import save_file\n"
+        "from test_train import Toy, trained, weights\n"
+        "fitted = trained(Toy(count=82, dropout=0.0), batch=5, epochs=2)\n"
+        "assert PartialState().num_processes == 2\n"
+        f"save_file(weights(fitted), {str(tmp_path)!r} + f'/{{PartialState().process_index}}.safetensors')\n"
+        "PartialState().destroy_process_group()\n"
+    )
+    # what `accelerate launch` does for GPUs; for CPUs it asks for an MPI
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in (0, 1):
+        both = load_file(tmp_path / f"{rank}.safetensors")
+        for name, each in weights(one).items():
+            torch.testing.assert_close(both[name], each, atol=1e-5, rtol=1e-4)
+
+
+def test_batches_hold_every_example_once_and_neighbours_are_alike():
+    task = Toy(count=400)
+    chosen = order(task, "train", 8, seed=3)
+    assert sorted(at for rows in chosen for at in rows) == list(range(200))
+    assert chosen == order(task, "train", 8, seed=3) != order(task, "train", 8, seed=4)
+    spans = [max(lengths) - min(lengths) for rows in chosen if (lengths := [task.length(task.splits["train"][at]) for at in rows])]
+    assert sum(spans) / len(spans) < 2
+    assert order(task, "train", 8)[0] == list(range(8))
+    assert len(list(batches(task, "dev", 64))) == 4
+
+
+def test_padded():
+    ids, mask = padded([[1, 2, 3], [4]], value=9)
+    assert ids.tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert mask.tolist() == [[True] * 3, [True, False, False]]
+
+
+def test_another_attention_for_a_while():
+    task = Toy()
+    fitted = trained(task)
+    before = judge(task, fitted.model, "dev")
+    with attending_with(fitted.model, "clustered:clusters=2"):
+        assert {str(each.method) for each in attentions(fitted.model)} == {"clustered:clusters=2"}
+        judge(task, fitted.model, "dev")
+    assert judge(task, fitted.model, "dev") == before
+    with pytest.raises(ValueError, match="shared queries and keys"), attending_with(fitted.model, "reformer"):
+        pass
+
+
+def test_a_recording_that_fails_leaves_updates_as_they_are(monkeypatch):
+    """The part of CUDA graphs that a CPU can see: shapes are counted, a refusal is remembered, every batch is learnt."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no device")))
+    met = []
+    replayed = Replayed(lambda batch: met.append(batch) or torch.zeros(()))
+    for _ in range(5):
+        replayed({"x": torch.zeros(2)}, 0)
+    assert len(met) == 5
+    assert replayed.refused
+
+
+def test_checkpoints_are_plain_safetensors(tmp_path):
+    trained(Toy(), folder=tmp_path)
+    names = set(load_file(tmp_path / "state.safetensors"))
+    assert "model.head.weight" in names
+    assert any(name.startswith("optimizer.") for name in names)
+    save_file({"x": torch.zeros(1)}, tmp_path / "state.safetensors")
+    with pytest.raises(ValueError, match="a checkpoint of version"):
+        trained(Toy(), folder=tmp_path)
