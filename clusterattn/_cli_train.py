@@ -39,7 +39,7 @@ def train(
     batch: Annotated[int, typer.Option(min=1, help="Examples in an update.")] = 32,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
     decay: Annotated[str, typer.Option(help="constant, linear, root or plateau.")] = "plateau",
-    warmup: Annotated[int, typer.Option(min=0, help="Updates until the full learning rate.")] = 100,
+    warmup: Annotated[int, typer.Option(min=0, help="Updates until the full learning rate.")] = 0,
     patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without gain on dev.")] = 5,
     precision: Annotated[str, typer.Option(help="no (fp32), bf16 or fp16.")] = "no",
     seed: Annotated[int, typer.Option(help="Of splits, order, dropout and draws.")] = 0,

@@ -7,7 +7,17 @@ import importlib
 from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
 
 # one module for each group of experiments that share their work; a module lists its own in EXPERIMENTS
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "clustered_speech",
+    "clustered_table4",
+    "clustered_fig5",
+    "clustered_fig8",
+    "smyrf_rebuttal",
+    "clusterformer_table1",
+    "clusterformer_text",
+    "clusterformer_table6",
+    "clusterformer_table8",
+)
 
 
 def experiments() -> dict[str, Experiment]:

@@ -68,6 +68,7 @@ class Experiment(ABC):
     about: ClassVar[str]  # one line for the list
     needs: ClassVar[tuple[str, ...]] = ()  # data sets, as ``Context.folder`` names them; smoke needs none
     rows_from: ClassVar[str] = ""  # another experiment whose rows this one shows
+    alone: ClassVar[bool] = False  # it measures time: its cells run one after the other, with nothing beside them
     cannot: ClassVar[str] = ""  # why it can not be run as published, said in the list
     scales: ClassVar[dict[str, Any]]  # "smoke", "small", "paper" -> Config
 

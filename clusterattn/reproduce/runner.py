@@ -98,7 +98,7 @@ def reproduce(
             files.append(path, *(_whole_row(work, row, around) for row in answer))
         tick(f"{label} ({done} of {len(left)} cells)", len(left))
 
-    quiet = [work for work in left if getattr(named(work.experiment), "alone", False)]
+    quiet = [work for work in left if named(work.experiment).alone]
     busy = sorted((work for work in left if work not in quiet), key=lambda work: -work.cell.seconds)
     for work, answer in _together(busy, data, device, jobs) if jobs > 1 else _in_turn(busy, data, device):
         finish(work, answer)
