@@ -78,6 +78,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
+        "from clusterattn.train import loop; loop.SAVE_EVERY = 0\n"
         "from test_train import Toy, trained\n"
         f"trained(Toy(), epochs=2000, folder={str(tmp_path / 'run')!r})\n"
     )

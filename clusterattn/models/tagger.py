@@ -25,6 +25,9 @@ class Tagger(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = nn.Embedding(symbols, dim)
+        # As in the first transformer. With torch's N(0, 1) symbols drown positions, and the copy task, which is about
+        # positions, takes several times as many steps.
+        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.positions = Positions(dim)
         self.stack = Stack(method, dim, heads, layers, length=length, **options)
         self.head = nn.Linear(dim, labels)

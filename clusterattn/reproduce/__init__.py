@@ -12,6 +12,7 @@ MODULES: tuple[str, ...] = (
     "clustered_table4",
     "clustered_fig5",
     "clustered_fig8",
+    "timings",
     "smyrf_rebuttal",
     "clusterformer_table1",
     "clusterformer_text",

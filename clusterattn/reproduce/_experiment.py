@@ -28,7 +28,7 @@ class Cell:
 
     name        unique in its experiment: "improved-15, length 63, seed 0"
     settings    what sets it apart, JSON-able; it is copied into the cell's rows
-    seconds     a guess of its share of the work, so that long cells are started first
+    seconds     a guess of its share of the work: short cells are done first
     """
 
     name: str

@@ -99,7 +99,8 @@ def reproduce(
         tick(f"{label} ({done} of {len(left)} cells)", len(left))
 
     quiet = [work for work in left if named(work.experiment).alone]
-    busy = sorted((work for work in left if work not in quiet), key=lambda work: -work.cell.seconds)
+    # short cells first: results are there early, and whatever is interrupted has most of its rows
+    busy = sorted((work for work in left if work not in quiet), key=lambda work: work.cell.seconds)
     for work, answer in _together(busy, data, device, jobs) if jobs > 1 else _in_turn(busy, data, device):
         finish(work, answer)
     for work, answer in _in_turn(quiet, data, device):

@@ -170,7 +170,7 @@ class Imdb(FineTuned):
             _ablation(8, 32),
             {"refined-25, top 32": "refined:clusters=25,top=32", "improved-25, top 32": "improved:clusters=25,top=32",
              "clustered-25": "clustered:clusters=25"},
-            limits={"train": 12_000, "dev": 1000, "test": 10_000},
+            limits={"train": 8000, "dev": 1000, "test": 5000},
         ),
         "paper": Config(_ablation(8, 32), model="FacebookAI/roberta-base",
                         tuning=Tuning(epochs=3, lr=2e-5, pool="first")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from ..measure.rows import write_whole
 VERSION = 1
 
 
-def write(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: dict[str, Any]) -> None:
-    tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
+def write(
+    path: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, progress: dict[str, Any]
+) -> None:
+    tensors = {f"model.{name}": each for name, each in state.items()}
     numbers: dict[str, Any] = {}
     if optimizer is not None:
-        for at, state in optimizer.state_dict()["state"].items():
-            for name, value in state.items():
+        for at, values in optimizer.state_dict()["state"].items():
+            for name, value in values.items():
                 (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{at}.{name}"] = value
     about = json.dumps({"version": VERSION, "progress": progress, "numbers": numbers})
     # copies: safetensors refuses tied weights, which share their memory
@@ -29,20 +32,32 @@ def write(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None,
     write_whole(path, need("safetensors.torch", "train").save(whole, {"clusterattn": about}))
 
 
-def read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load into model and optimizer; the progress that was written with them."""
+    tensors, about = _opened(path)
+    model.load_state_dict(_of_model(tensors))
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in [*tensors.items(), *about["numbers"].items()]:
+        if name.startswith("optimizer."):
+            _, at, key = name.split(".", 2)
+            state.setdefault(int(at), {})[key] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    progress: dict[str, Any] = about["progress"]
+    return progress
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """The model's part alone."""
+    return _of_model(_opened(path)[0])
+
+
+def _opened(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with need("safetensors", "train").safe_open(path, "pt") as file:
         about = json.loads((file.metadata() or {}).get("clusterattn", "{}"))
         if about.get("version") != VERSION:
             raise bad_value(f"a checkpoint of version {VERSION}", f"{path}: {about.get('version')}", "another folder")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    model.load_state_dict({name[6:]: each for name, each in tensors.items() if name.startswith("model.")})
-    if optimizer is not None:
-        state: dict[int, dict[str, Any]] = {}
-        for name, value in [*tensors.items(), *about["numbers"].items()]:
-            if name.startswith("optimizer."):
-                _, at, key = name.split(".", 2)
-                state.setdefault(int(at), {})[key] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    progress: dict[str, Any] = about["progress"]
-    return progress
+        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+
+
+def _of_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[6:]: each for name, each in tensors.items() if name.startswith("model.")}

@@ -24,6 +24,7 @@ from .settings import Settings
 
 Tick = Callable[[str, int], object]
 STATE, BEST = "state.safetensors", "best.safetensors"
+SAVE_EVERY = 20.0  # seconds at least between two checkpoints: what a crash may cost, against what writing costs
 
 
 @dataclass
@@ -112,7 +113,8 @@ class _Training:
         self.step, self.seconds, self.shrunk, self.waited, self.since_shrunk = 0, 0.0, 1.0, 0, 0
         self.best: Figures = {}
         self.history: list[dict[str, Any]] = []
-        self.kept: dict[str, Tensor] | None = None
+        self.kept: dict[str, Tensor] = {}  # the weights of the best judgement
+        self.saved = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ run
 
@@ -124,7 +126,8 @@ class _Training:
             figures = self._judged()
             self._note(loss, figures)
             over = self._over()
-            self._save()
+            if over or time.monotonic() - self.saved > SAVE_EVERY:
+                self._save()
         self._end()
         return Fitted(self.plain, self.best, self.step, self.seconds, self.step / self.per_epoch, self.history)
 
@@ -219,7 +222,7 @@ class _Training:
         self.since_shrunk = 0 if better else self.since_shrunk + 1
         if better:
             self.best = figures
-            self._keep()
+            self.kept = {name: each.detach().clone() for name, each in self.plain.state_dict().items()}
         if self.settings.decay == "plateau" and self.since_shrunk >= self.settings.plateau:
             self.shrunk, self.since_shrunk = self.shrunk / 2, 0
         self.history.append({
@@ -245,16 +248,12 @@ class _Training:
 
     # ------------------------------------------------------------------------------------------------ keep
 
-    def _keep(self) -> None:
-        if self.folder is None:
-            self.kept = {name: each.detach().clone() for name, each in self.plain.state_dict().items()}
-        elif self.accelerator.is_main_process:
-            checkpoint.write(self.folder / BEST, self.plain, None, self.best)
-
     def _save(self) -> None:
         if self.folder is not None and self.accelerator.is_main_process:
             progress = {name: getattr(self, name) for name in PROGRESS} | {"recipe": self._recipe()}
-            checkpoint.write(self.folder / STATE, self.plain, self.optimizer, progress)
+            checkpoint.write(self.folder / BEST, self.kept, None, {})  # first: a state must find the best that it names
+            checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress)
+        self.saved = time.monotonic()
 
     def _resume(self) -> None:
         if self.folder is None or not (self.folder / STATE).exists():
@@ -266,6 +265,7 @@ class _Training:
             )
         for name in PROGRESS:
             setattr(self, name, progress[name])
+        self.kept = checkpoint.weights(self.folder / BEST)
 
     def _recipe(self) -> str:
         """What must be the same for a training to go on: settings and data. When to stop may change."""
@@ -276,10 +276,8 @@ class _Training:
     def _end(self) -> None:
         self.accelerator.wait_for_everyone()
         self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        if self.kept is not None:
+        if self.kept:
             self.plain.load_state_dict(self.kept)
-        elif self.folder is not None and (self.folder / BEST).exists():
-            checkpoint.read(self.folder / BEST, self.plain)
         self._settle()
         self.plain.eval()
 
