@@ -7,6 +7,7 @@ from ._attention import attention, attention_matrix, groups
 from ._plan import Plan
 from ._tune import tune
 from ._types import Attended, Buckets, Clusters, Mask, Method
+from .clustering import NeuralClustering
 from .measure.sampled import ErrorReport, error_report
 from .methods import (
     METHODS,
@@ -42,6 +43,7 @@ __all__ = [
     "Local",
     "Mask",
     "Method",
+    "NeuralClustering",
     "OracleTop",
     "Plan",
     "Refined",

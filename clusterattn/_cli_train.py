@@ -17,12 +17,12 @@ Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda where th
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="classify, pairs, translate, speech or masked.")],
+    task: Annotated[str, typer.Argument(help="classify, pairs, ranking, translate, speech or masked.")],
     data: Annotated[
         Path,
         typer.Option(
-            help="classify: CSV, TSV or JSONL with text and label; pairs: text_a, text_b, label; translate: a TSV of "
-            "two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with .txt beside each; "
+            help="classify: CSV, TSV or JSONL with text and label; pairs and ranking: text_a, text_b, label; "
+            "translate: a TSV of two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with .txt beside each; "
             "masked: text. A folder may hold train, dev and test files; else a tenth each is held out."
         ),
     ],
@@ -98,7 +98,8 @@ def reproduce(
         str, typer.Option(help="smoke (seconds, CPU, invented data), small (minutes, one GPU), paper (as published).")
     ] = "smoke",
     data: Annotated[
-        Path | None, typer.Option(help="Folder of the data sets (folders, or archives as published).", show_default=False)
+        Path | None,
+        typer.Option(help="Folder of the data sets (folders, or archives as published).", show_default=False),
     ] = None,
     device: Device = "",
     out: Annotated[

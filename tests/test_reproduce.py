@@ -16,13 +16,13 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-from clusterattn import reproduce  # noqa: E402
-from clusterattn.cli import build  # noqa: E402
-from clusterattn.measure.rows import read  # noqa: E402
-from clusterattn.reproduce import Cell, Experiment, Table, beside, chosen, page, runner, spread  # noqa: E402
-from clusterattn.reproduce.report import write_page  # noqa: E402
+from clusterattn import reproduce
+from clusterattn.cli import build
+from clusterattn.measure.rows import read
+from clusterattn.reproduce import Cell, Experiment, Table, beside, chosen, page, runner, spread
+from clusterattn.reproduce.report import write_page
 
 RAN: list[str] = []
 
@@ -114,7 +114,7 @@ def test_pages(tmp_path):
     html = write_page(tmp_path, tmp_path / "page.html").read_text()
     for wanted in ("Table 99", "1.0 | 4.0", "bench_x.jsonl", "a&lt;b"):
         assert wanted in html
-    with pytest.raises(ValueError, match="a folder of .jsonl files"):
+    with pytest.raises(ValueError, match="--results, a folder"):
         write_page(tmp_path / "nowhere", tmp_path / "page.html")
 
 

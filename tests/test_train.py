@@ -14,17 +14,18 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-from toy_task import Toy  # noqa: E402
+from safetensors.torch import load_file, save_file
+from toy_task import Toy
 
-from clusterattn.methods import METHODS  # noqa: E402
-from clusterattn.models import attending_with, attentions  # noqa: E402
-from clusterattn.tasks import batches, order, padded  # noqa: E402
-from clusterattn.train import Settings, fit, judge  # noqa: E402
-from clusterattn.train.graphs import Replayed  # noqa: E402
+from clusterattn.methods import METHODS
+from clusterattn.models import attending_with, attentions
+from clusterattn.tasks import batches, order, padded
+from clusterattn.train import Settings, fit, judge
+from clusterattn.train.graphs import Replayed
 
 HERE = Path(__file__).parent
-SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4", "refined": "refined:clusters=4,top=4",
+SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4",
+         "refined": "refined:clusters=4,top=4",
          "reformer": "reformer:chunk=4", "routing": "routing:window=4", "smyrf": "smyrf:q_seats=4,k_seats=4",
          "local": "local:window=4", "oracle_top": "oracle_top:top=4"}  # fmt: skip
 
@@ -172,7 +173,8 @@ def test_batches_hold_every_example_once_and_neighbours_are_alike():
     chosen = order(task, "train", 8, seed=3)
     assert sorted(at for rows in chosen for at in rows) == list(range(200))
     assert chosen == order(task, "train", 8, seed=3) != order(task, "train", 8, seed=4)
-    spans = [max(lengths) - min(lengths) for rows in chosen if (lengths := [task.length(task.splits["train"][at]) for at in rows])]
+    lengths = [[task.length(task.splits["train"][at]) for at in rows] for rows in chosen]
+    spans = [max(each) - min(each) for each in lengths]
     assert sum(spans) / len(spans) < 2
     assert order(task, "train", 8)[0] == list(range(8))
     assert len(list(batches(task, "dev", 64))) == 4
@@ -197,7 +199,7 @@ def test_another_attention_for_a_while():
 
 
 def test_a_recording_that_fails_leaves_updates_as_they_are(monkeypatch):
-    """The part of CUDA graphs that a CPU can see: shapes are counted, a refusal is remembered, every batch is learnt."""
+    """The part of CUDA graphs that a CPU can see: a refusal is remembered, every batch is learnt."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no device")))

@@ -1,4 +1,4 @@
-"""Third parties that the library itself can do without. They come with an extra: "cli", "hf" for models, "train" for training."""
+"""Third parties that the library itself can do without. They come with an extra: "cli", "hf" or "train"."""
 
 from __future__ import annotations
 

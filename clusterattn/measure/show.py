@@ -83,7 +83,9 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
     _show_written(written)
 
 
-def show_trained(task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, float]], written: Sequence[Path]) -> None:
+def show_trained(
+    task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, float]], written: Sequence[Path]
+) -> None:
     rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
     table.add_column("split")
     for title in fitted.best:
@@ -99,13 +101,17 @@ def show_trained(task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, 
 def show_experiments(found: Mapping[str, Experiment]) -> None:
     rich = _console()
     for paper in dict.fromkeys(each.paper for each in found.values()):
-        table = need("rich.table").Table(title=_literal(paper), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
+        table = _titled(paper)
         for title in ("name", "place", "what", "data"):
             table.add_column(title, no_wrap=title in ("name", "place"))
         for each in (each for each in found.values() if each.paper == paper):
-            about = each.about + (f" [yellow]{_literal(each.cannot)}[/]" if each.cannot else "")
+            about = _literal(each.about) + (f"\n[yellow]{_literal(each.cannot)}[/]" if each.cannot else "")
             table.add_row(each.name, each.place, about, ", ".join(each.needs) or "generated")
         rich.print(table)
+
+
+def _titled(title: str) -> Any:
+    return need("rich.table").Table(title=_literal(title), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
 
 
 def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
@@ -113,7 +119,7 @@ def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], wri
 
     rich, config = _console(), config_of(experiment, scale)
     for each in experiment.tables(rows, config):
-        table = need("rich.table").Table(title=_literal(each.title), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
+        table = _titled(each.title)
         for at, title in enumerate(each.columns):
             table.add_column(_literal(title), justify="right" if at else "left")
         for row in each.rows:

@@ -132,8 +132,9 @@ class Figure5(Experiment):
             "The paper does not say which tokens its accuracy counts; unmasked ones stand in the input, so masked ones "
             "decide here, and the accuracy on all tokens has a table of its own. The loss is over all tokens.",
             "Each letter is masked with a chance of 20 per cent, never in both halves.",
-            "Positions are fixed sines, norms come first, no dropout, weight decay 0.01, constant learning rate, "
-            "gradients clipped at 10: the paper gives none of these for this task.",
+            "Positions are fixed sines, symbols start as small as in the first transformer (1/√width), norms come "
+            "first, no dropout, weight decay 0.01, constant learning rate, gradients clipped at 10: the paper gives "
+            "none of these for this task.",
             "lsh has chunks of 32 (a query sees 64 keys in each round), smyrf buckets of 64, routing windows of 64, "
             "clusterformer √N clusters; smyrf, routing, clusterformer and refined are not in the paper's figure.",
             f"Weights are those of the best judgement on held-out sequences (every {config.evaluate} steps), accuracy "
@@ -145,7 +146,7 @@ class Figure5(Experiment):
                 "right: from there on nothing changes in the picture."
             )
         if config.precision != "no":
-            said.append(f"Trained in mixed precision ({config.precision}); the paper's code knew fp32 alone.")
+            said.append(f"Trained in mixed precision ({config.precision}).")
         sizes = (config.layers, config.dim, config.steps)
         if sizes != (4, 192, 5000):
             said.append("{} layers of width {}, {} steps; the paper has 4, 192 and 5000.".format(*sizes))

@@ -479,6 +479,9 @@ def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
             axis.set(title=title, xlabel="length N (tokens)")
             if log:
                 axis.set(xscale="log", yscale="log")
+                lengths = sorted({n for each, _ in drawn.values() for n in each})
+                axis.set_xticks(lengths, [_spaced(n) for n in lengths], rotation=45 if len(lengths) > 7 else 0)
+                axis.minorticks_off()
                 plots._plain_log_ticks(axis.yaxis)
             axis.grid(True)
         figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")

@@ -11,6 +11,7 @@ from ._task import Batch, Figures, Task, batches, classified, order, padded
 TASKS = {
     "classify": ("text", "Classify"),
     "pairs": ("pairs", "Pairs"),
+    "ranking": ("pairs", "Ranking"),
     "translate": ("translation", "Translate"),
     "speech": ("speech", "Speech"),
     "masked": ("masked", "Masked"),

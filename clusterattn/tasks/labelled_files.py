@@ -94,7 +94,7 @@ def _families(whole: Sequence[Record]) -> list[list[Record]]:
 
 def labelled_folders(folder: Path, *, keep: Callable[[Path], bool] = lambda path: True) -> list[Record]:
     """Each sub-folder is a label, each file in it a text."""
-    found = [
+    found: list[Record] = [
         (text_of(path), label.name)
         for label in sorted(folder.iterdir()) if label.is_dir() and not label.name.startswith(".")
         for path in sorted(label.iterdir()) if path.is_file() and not path.name.startswith(".") and keep(path)

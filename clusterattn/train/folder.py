@@ -24,7 +24,7 @@ CONFIG, WEIGHTS, METRICS, HISTORY, CURVE = (
 
 
 def save(
-    folder: Path, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any], figures: Figures
+    folder: Path, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any], figures: dict[str, Figures]
 ) -> list[Path]:
     """Write the folder; its config comes last, so that a folder with one is whole."""
     task.save(folder)
