@@ -20,9 +20,13 @@ from clusterattn.measure import read
 from clusterattn.measure.report import human_bytes, human_error, human_ratio
 from clusterattn.measure.rows import Row, write_whole
 from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
+from clusterattn.reproduce import Experiment, experiments
+from clusterattn.reproduce.page import best_scale, config_of, markdown, unfinished, where
+from clusterattn.reproduce.page import write as write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "img" / "pareto.png"
+PAGES = RESULTS / "reproduce"
 CROSSINGS, GPU = PICTURE.with_name("crossings.png"), "gpu-bars"
 MARKED = re.compile(r"(<!-- table:([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 NOT_YET = "*Not measured yet.*\n"
@@ -281,7 +285,43 @@ def pretrained_summary() -> str:
     return table(head, body) + origin(seen)
 
 
+# ---- the papers again ----------------------------------------------------------------------------
+
+
+def reproduced() -> list[tuple[Experiment, str, list[Row]]]:
+    """Every experiment that has rows beyond smoke, at its largest scale."""
+    found = [(each, best_scale(each, RESULTS)) for each in experiments().values()]
+    return [(each, *best) for each, best in found if best is not None and best[0] != "smoke"]
+
+
+def reproduced_table() -> str:
+    """What came out first, and where all of it stands."""
+    lines, seen = [], list[Row]()
+    for each, scale, some in reproduced():
+        said = each.findings(some, config_of(each, scale))
+        page = f"[{each.name}]({PAGES.relative_to(ROOT)}/{each.name}-{scale}.md)"
+        told = " ".join([*(said or [each.about + "."])[:1], *unfinished(each, scale, some)])
+        lines.append(f"- {page} ({each.place}): {told}\n")
+        seen += some
+    return "".join(lines) + f"\n<sub>{where(seen)}.</sub>\n" if lines else NOT_YET
+
+
+def write_reproduced(check: bool) -> list[Path]:
+    """The page of each of them, and its picture; those whose text is out of date."""
+    stale = []
+    for each, scale, some in reproduced():
+        path = PAGES / f"{each.name}-{scale}.md"
+        picture = path.with_suffix(".png")
+        text = markdown(each, scale, some, picture.name if picture.exists() else None)
+        if not path.exists() or path.read_text() != text:
+            stale.append(path)
+            if not check:
+                write_page(each, scale, some, PAGES)
+    return stale
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "reproduced": reproduced_table,
     "pretrained": pretrained_summary,
     "pretrained-minilm": pretrained_table("minilm"),
     "pretrained-xquad": pretrained_table("xquad"),
@@ -347,6 +387,10 @@ def main() -> int:
         if not args.check:
             write_whole(path, filled(path.read_text()))
         print(f"{path.relative_to(ROOT)} {'is out of date' if args.check else 'written'}")
+    pages_of_papers = write_reproduced(args.check)
+    for path in pages_of_papers:
+        print(f"{path.relative_to(ROOT)} {'is out of date' if args.check else 'written'}")
+    stale += pages_of_papers
     if not args.check:
         draw()
     return 1 if args.check and stale else 0

@@ -22,9 +22,8 @@ def train(
         Path,
         typer.Option(
             help="classify: CSV, TSV or JSONL with text and label; pairs and ranking: text_a, text_b, label; "
-            "translate: a TSV of two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with .txt "
-            "beside each; "
-            "masked: text. A folder may hold train, dev and test files; else a tenth each is held out."
+            "translate: a TSV of two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with "
+            ".txt beside each; masked: text. A folder may hold train, dev and test; else a tenth each is held out."
         ),
     ],
     method: Annotated[str, typer.Option(help="NAME or NAME:key=value,…")] = "refined",

@@ -63,8 +63,8 @@ def short(label: str) -> str:
 
 def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
     """Error against time and against multiply-adds; a line joins half, once and twice the budget."""
-    with _rules():
-        figure = _figure(11.5, 4.9)
+    with rules():
+        figure = canvas(11.5, 4.9)
         axes = figure.subplots(1, 2, sharey=True)
         shown = [row for row in rows if row["name"] != "exact"]
         everything = shown + list(swept)
@@ -108,8 +108,8 @@ def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
                 textcoords="offset points",
                 size=8,
             )
-            _plain_log_ticks(axis.xaxis)
-            _plain_log_ticks(axis.yaxis)
+            plain_log_ticks(axis.xaxis)
+            plain_log_ticks(axis.yaxis)
             axis.grid(True, which="major")
         axes[0].set_ylabel("relative output error (lower is closer to exact)")
         handles = [
@@ -118,14 +118,14 @@ def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
         ]
         handles.append(_line("#999999", 5, 0.3, "best so far (Pareto front)"))
         figure.legend(handles=handles, loc="outside right center", title="largest error first")
-        return _png(figure)
+        return as_png(figure)
 
 
 def maps(weights: Mapping[str, Sequence[Tensor]], places: Sequence[str]) -> bytes:
     """The weights of each method (columns) in some heads (rows), on one logarithmic colour scale."""
-    with _rules():
+    with rules():
         columns = list(weights)
-        figure = _figure(2.65 * len(columns) + 1.0, 2.6 * len(places) + 0.5)
+        figure = canvas(2.65 * len(columns) + 1.0, 2.6 * len(places) + 0.5)
         axes = figure.subplots(len(places), len(columns), squeeze=False, sharex=True, sharey=True)
         norm = _norm([each[:MAP_TOKENS, :MAP_TOKENS] for each in weights[columns[0]]])
         for i, place in enumerate(places):
@@ -139,16 +139,16 @@ def maps(weights: Mapping[str, Sequence[Tensor]], places: Sequence[str]) -> byte
                 if i == len(places) - 1:
                     axes[i][j].set_xlabel("key position")
             axes[i][0].set_ylabel(f"{place}\nquery position")
-        _weight_bar(figure, image, axes)
-        return _png(figure, dpi=220, few_colours=True)
+        weight_bar(figure, image, axes)
+        return as_png(figure, dpi=220, few_colours=True)
 
 
 def zoom(weights: Mapping[str, Tensor], tokens: Sequence[str], place: str) -> bytes:
     """One corner of one head with its words on the axes, two maps beside each other."""
-    with _rules():
+    with rules():
         words = [_word(token) for token in tokens[:ZOOM_TOKENS]]
         size, high = len(words), -(-len(weights) // 2)
-        figure = _figure(11.2, 4.95 * high + 0.2)
+        figure = canvas(11.2, 4.95 * high + 0.2)
         axes = figure.subplots(high, 2, squeeze=False, sharex=True, sharey=True)
         norm = _norm([each[:size, :size] for each in list(weights.values())[:1]])
         for axis in axes.flat[len(weights) :]:
@@ -162,16 +162,16 @@ def zoom(weights: Mapping[str, Tensor], tokens: Sequence[str], place: str) -> by
             axis.tick_params(length=0, pad=1.5)
         figure.supxlabel("key", size=9.5)
         figure.supylabel(f"query ({place})", size=9.5)
-        _weight_bar(figure, image, axes)
-        return _png(figure, few_colours=True)
+        weight_bar(figure, image, axes)
+        return as_png(figure, few_colours=True)
 
 
 def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place: str) -> bytes:
     """Queries of one head as its keys see them, in the two widest directions, each tied to its cluster."""
     matplotlib = need("matplotlib")
-    with _rules():
+    with rules():
         spots, kept = _plane(queries.float().cpu(), keys.float().cpu())
-        figure = _figure(5.5 * len(labels) + 0.3, 5.6)
+        figure = canvas(5.5 * len(labels) + 0.3, 5.6)
         axes = figure.subplots(1, len(labels), squeeze=False, sharex=True, sharey=True)[0]
         for axis, (method, label) in zip(axes, labels.items(), strict=True):
             label = label.cpu()
@@ -206,19 +206,19 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
             size=8.5,
             color="#555",
         )
-        return _png(figure)
+        return as_png(figure)
 
 
 def scaling(rows: Sequence[Row]) -> bytes:
     """Time and peak memory per token against the length, two panels for each pass (the papers' Figure 4)."""
-    with _rules():
+    with rules():
         passes = list(dict.fromkeys(row["pass"] for row in rows))
         rows = [row for row in rows if not row.get("failed")]
         labels = list(dict.fromkeys(row["method"] for row in rows))
         kinds = [("seconds_per_token", 1e6, "time per token (µs)")]
         if any(row.get("memory_per_token") for row in rows):
             kinds.append(("memory_per_token", 1 / 1024, "peak extra memory per token (KiB)"))
-        figure = _figure(5.2 * len(kinds) + 1.9, 3.7 * len(passes) + 0.3)
+        figure = canvas(5.2 * len(kinds) + 1.9, 3.7 * len(passes) + 0.3)
         axes = figure.subplots(len(passes), len(kinds), squeeze=False, sharex=True)
         lengths = sorted({row["n"] for row in rows})
         for i, which in enumerate(passes):
@@ -247,7 +247,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
                 axis.set(xscale="log", yscale="log", title=f"{which}: {title}")
                 axis.set_xticks(lengths, [f"{n:,}".replace(",", " ") for n in lengths])
                 axis.minorticks_off()
-                _plain_log_ticks(axis.yaxis)
+                plain_log_ticks(axis.yaxis)
                 axis.grid(True, which="major")
                 if i == len(passes) - 1:
                     axis.set_xlabel("length N (tokens)")
@@ -266,7 +266,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
             for label in labels
         ]
         figure.legend(handles=handles, loc="outside right center")
-        return _png(figure)
+        return as_png(figure)
 
 
 def _x(row: Row, key: str) -> float:
@@ -331,7 +331,7 @@ def _norm(weights: Sequence[Tensor]) -> Any:
     return need("matplotlib.colors").LogNorm(vmin=max(low, 1e-6), vmax=max(high, 2e-6), clip=True)
 
 
-def _weight_bar(figure: Any, image: Any, axes: Any) -> None:
+def weight_bar(figure: Any, image: Any, axes: Any) -> None:
     bar = figure.colorbar(
         image, ax=axes, fraction=0.025, pad=0.012, aspect=40, extend="both", extendfrac=0.015
     )
@@ -339,7 +339,7 @@ def _weight_bar(figure: Any, image: Any, axes: Any) -> None:
     bar.outline.set_visible(False)
 
 
-def _plain_log_ticks(axis: Any) -> None:
+def plain_log_ticks(axis: Any) -> None:
     """0.2 and 30, not 2×10⁻¹ and 3×10¹; with 2 and 5 between the decades where there is room."""
     ticker = need("matplotlib.ticker")
     low, high = axis.get_view_interval()
@@ -362,18 +362,18 @@ def _line(colour: str, width: float, alpha: float, label: str) -> Any:
     return need("matplotlib.lines").Line2D([], [], color=colour, lw=width, alpha=alpha, label=label)
 
 
-def _rules() -> Any:
+def rules() -> Any:
     return need("matplotlib").rc_context(RULES)
 
 
-def _figure(width: float, height: float) -> Any:
+def canvas(width: float, height: float) -> Any:
     """A figure without pyplot: no window, no global state."""
     need("matplotlib.backends.backend_agg")
     need("matplotlib.collections"), need("matplotlib.colors")
     return need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
-def _png(figure: Any, dpi: int = 150, few_colours: bool = False) -> bytes:
+def as_png(figure: Any, dpi: int = 150, few_colours: bool = False) -> bytes:
     """``few_colours``: only those of the maps' scale, and greys for words. The file shrinks to a third."""
     into = io.BytesIO()
     figure.savefig(into, format="png", dpi=dpi, facecolor="white")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._extra import need
-from .plots import _figure, _handle, _plain_log_ticks, _png, _rules, short, style_of
+from .plots import _handle, as_png, canvas, plain_log_ticks, rules, short, style_of
 from .rows import Row
 
 HEAT_PANELS = 4
@@ -23,8 +23,8 @@ def tradeoff(rows: Sequence[Row]) -> bytes:
     """
     exact, *others = rows
     both = exact["task"] != "hidden"
-    with _rules():
-        figure = _figure(11.5 if both else 7.5, 4.6)
+    with rules():
+        figure = canvas(11.5 if both else 7.5, 4.6)
         axes = figure.subplots(1, 2 if both else 1, squeeze=False)[0]
         for axis, key in zip(axes, ("error", "value"), strict=False):
             for name in dict.fromkeys(row["name"] for row in others):
@@ -35,10 +35,10 @@ def tradeoff(rows: Sequence[Row]) -> bytes:
                 axis.scatter(*zip(*spots, strict=True), color=colour, marker=marker, s=70, zorder=3, ec="white", lw=0.8)
             axis.axvline(1, color="black", lw=1, ls=(0, (4, 3)), zorder=1)
             axis.set(xscale="log", xlabel="multiply-adds, exact attention = 1 (grouping included)")
-            _plain_log_ticks(axis.xaxis)
+            plain_log_ticks(axis.xaxis)
             axis.grid(True, which="major")
         axes[0].set(yscale="log", title="Hidden states", ylabel="relative error of the last hidden states")
-        _plain_log_ticks(axes[0].yaxis)
+        plain_log_ticks(axes[0].yaxis)
         if both:
             axes[1].axhline(exact["value"], color="black", lw=1, zorder=1)
             axes[1].annotate("exact", (1, exact["value"]), xytext=(4, 3), textcoords="offset points", size=8)
@@ -46,7 +46,7 @@ def tradeoff(rows: Sequence[Row]) -> bytes:
             axes[1].set(title=exact["metric"].capitalize(), ylabel=f"{exact['metric']} ({better} is better)")
         handles = [_handle(style_of(name), name, line=True) for name in dict.fromkeys(row["name"] for row in others)]
         figure.legend(handles=handles, loc="outside right center")
-        return _png(figure)
+        return as_png(figure)
 
 
 def heat(errors: Mapping[str, Mapping[str, Tensor]]) -> bytes:
@@ -59,10 +59,10 @@ def heat(errors: Mapping[str, Mapping[str, Tensor]]) -> bytes:
     values = torch.cat([grid.flatten() for grid in grids.values()])
     values = values[values.isfinite() & (values > 0)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (1e-3, 1.0)
-    with _rules():
+    with rules():
         across = min(len(grids), 2)
         down = -(-len(grids) // 2)
-        figure = _figure(2.4 + (0.36 * wide + 1.2) * across, (1.2 + 0.36 * len(names)) * down)
+        figure = canvas(2.4 + (0.36 * wide + 1.2) * across, (1.2 + 0.36 * len(names)) * down)
         axes = figure.subplots(down, across, squeeze=False, sharey=True)
         for axis in axes.flat[len(grids) :]:
             axis.set_axis_off()
@@ -81,8 +81,8 @@ def heat(errors: Mapping[str, Mapping[str, Tensor]]) -> bytes:
         bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.015, aspect=30)
         bar.set_label("relative error of the head's output")
         bar.outline.set_visible(False)
-        _plain_log_ticks(bar.ax.yaxis)
-        return _png(figure)
+        plain_log_ticks(bar.ax.yaxis)
+        return as_png(figure)
 
 
 def _grid(layers: Mapping[str, Tensor], names: Sequence[str], wide: int) -> Tensor:

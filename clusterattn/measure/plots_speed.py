@@ -7,7 +7,7 @@ from math import exp, log
 from typing import Any
 
 from .bench import PASSES, PEER
-from .plots import OTHER, STYLE, _figure, _handle, _line, _plain_log_ticks, _png, _rules, short, style_of
+from .plots import OTHER, STYLE, _handle, _line, as_png, canvas, plain_log_ticks, rules, short, style_of
 from .rows import Row
 from .speed_table import spaced
 
@@ -46,11 +46,11 @@ def curves(rows: Sequence[Row], which: str, key: str = "seconds_per_token") -> d
 
 def crossings(rows: Sequence[Row]) -> bytes:
     """Rows of one shape (heads, dtype) on one machine, all passes: a panel for each."""
-    with _rules():
+    with rules():
         passes = [which for which in PASSES if any(row["pass"] == which for row in rows)]
         drawn = {which: curves(rows, which) for which in passes}
         labels = list(dict.fromkeys(label for which in passes for label in drawn[which]))
-        figure = _figure(5.4 * len(passes) + 0.4, 4.9)
+        figure = canvas(5.4 * len(passes) + 0.4, 4.9)
         axes = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
         for axis, which in zip(axes, passes, strict=True):
             for label, curve in drawn[which].items():
@@ -77,7 +77,7 @@ def crossings(rows: Sequence[Row]) -> bytes:
             axis.set(xscale="log", yscale="log", title=which, xlabel="length N (tokens)")
             axis.set_xticks(lengths, [_brief(n) for n in lengths])
             axis.minorticks_off()
-            _plain_log_ticks(axis.yaxis)
+            plain_log_ticks(axis.yaxis)
             axis.grid(True, which="major")
         axes[0].set_ylabel("time per token (µs)")
         one = rows[0]
@@ -95,7 +95,7 @@ def crossings(rows: Sequence[Row]) -> bytes:
             handles[-1].set_linestyle(line)
         handles.append(_line(FLOOR, 1.2, 1.0, "floor: q, k, v, out (and gradients) once through memory"))
         figure.legend(handles=handles, loc="outside lower center", ncols=2)
-        return _png(figure)
+        return as_png(figure)
 
 
 def _mark_crossings(axis: Any, drawn: Mapping[str, Curve], labels: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import attention_matrix
 from ..measure._extra import need
 from ..measure.error import row_l1
-from ..measure.plots import _figure, _png, _rules, _weight_bar, short
+from ..measure.plots import as_png, canvas, rules, short, weight_bar
 from ..measure.reading import spread as evenly
 from ..measure.rows import Row
 from ..models.pretrained import encoder, tiny, tokenizer
@@ -237,8 +237,8 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
     full = drawn[FULL]
     tokens, asking = full["tokens"], [full["tokens"][at] for at in full["asking"]]
     there = [name for name in methods if name in drawn]
-    with _rules():
-        figure = _figure(max(0.098 * len(tokens), 5.0) + 3.2, (0.16 * len(asking) + 0.55) * len(there) + 0.8)
+    with rules():
+        figure = canvas(max(0.098 * len(tokens), 5.0) + 3.2, (0.16 * len(asking) + 0.55) * len(there) + 0.8)
         axes = figure.subplots(len(there), 1, squeeze=False, sharex=True)[:, 0]
         norm = need("matplotlib.colors").LogNorm(vmin=10.0**-LEAST, vmax=1.0, clip=True)
         for axis, name in zip(axes, there, strict=True):
@@ -253,14 +253,14 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
             right.tick_params(length=0)
             axis.tick_params(length=0)
         axes[-1].set_xticks(range(len(tokens)), tokens, rotation=90, size=5.5)
-        _weight_bar(figure, image, list(axes))
+        weight_bar(figure, image, list(axes))
         figure.suptitle(
             f"Layer {full['layer'] + 1}, head {full['head'] + 1}: a question token gives {full['share']:.0%} of its "
             f"attention to one paragraph token, on average. Right: keys of weight {ABOVE} or more. The answer is "
             f"\"{full['answer']}\".",
             size=9, x=0.01, ha="left",
         )  # fmt: skip
-        return _png(figure)
+        return as_png(figure)
 
 
 EXPERIMENTS = (ClusteredFig8,)

@@ -400,8 +400,8 @@ class Figure1(Shown):
     def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
         if not rows:
             return None
-        with plots._rules():
-            figure = plots._figure(6.4, 4.2)
+        with plots.rules():
+            figure = plots.canvas(6.4, 4.2)
             axis = figure.subplots()
             for (name, layers), each in self.points(rows).items():
                 time, error = (statistics.fmean(chosen(each, key)) for key in ("forward_ms", "dev"))
@@ -411,7 +411,7 @@ class Figure1(Shown):
                               textcoords="offset points", color=colour)  # fmt: skip
             axis.set(xlabel="time of a forward pass, ms", ylabel="phone error rate, %", title="Speed against accuracy")
             axis.grid(True)
-            return plots._png(figure)
+            return plots.as_png(figure)
 
 
 def look(name: str) -> tuple[str, str]:
@@ -440,8 +440,8 @@ class Figure7(Shown):
     def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
         if not rows:
             return None
-        with plots._rules():
-            figure = plots._figure(9.5, 3.8)
+        with plots.rules():
+            figure = plots.canvas(9.5, 3.8)
             axes = figure.subplots(1, 2, sharey=True)
             for name in config.trained:
                 colour, _ = look(name)
@@ -456,7 +456,7 @@ class Figure7(Shown):
             for axis in axes:
                 axis.grid(True)
             axes[1].legend(fontsize=8)
-            return plots._png(figure)
+            return plots.as_png(figure)
 
 
 LOSS = HISTORY.index("loss")

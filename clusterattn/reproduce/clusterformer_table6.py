@@ -104,8 +104,8 @@ class Table6(Experiment):
     def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
         """Accuracy against k, ours with the spread over seeds, the paper's hollow."""
         colours = dict(zip(SAYS, ("#009E73", "#0072B2", "#56B4E9", "#D55E00", "#B0A8A0"), strict=True))
-        with plots._rules():
-            figure = plots._figure(7.2, 4.6)
+        with plots.rules():
+            figure = plots.canvas(7.2, 4.6)
             axis = figure.subplots()
             for method in config.methods:
                 ours = {k: found for k in config.clusters if (found := chosen(rows, "accuracy", method=method, k=k))}
@@ -120,7 +120,7 @@ class Table6(Experiment):
             axis.set(xlabel="clusters", ylabel="accuracy on test images (%)", title="Clusters that vote on MNIST")
             axis.grid(True)
             axis.legend()
-            return plots._png(figure)
+            return plots.as_png(figure)
 
     def differences(self, config: Config) -> list[str]:
         said = [

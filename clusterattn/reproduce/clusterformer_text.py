@@ -169,8 +169,8 @@ class Figure5(Table3):
         return [table]
 
     def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
-        with plots._rules():
-            figure = plots._figure(6.2, 3.8)
+        with plots.rules():
+            figure = plots.canvas(6.2, 3.8)
             axes = figure.subplots()
             for method in config.methods:
                 for at, row in enumerate(self._curves(rows, method)):
@@ -181,7 +181,7 @@ class Figure5(Table3):
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)
             axes.legend()
-            return plots._png(figure)
+            return plots.as_png(figure)
 
     def _curves(self, rows: Sequence[Row], method: str) -> list[Row]:
         """The rows, without the epochs whose loss was lost in a restart."""

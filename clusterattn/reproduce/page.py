@@ -18,7 +18,8 @@ def config_of(experiment: Experiment, scale: str) -> Any:
 def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: str | None = None) -> str:
     """One experiment as Markdown: tables, what came out, what differs from the paper, where it ran."""
     config = config_of(experiment, scale)
-    parts = [f"# {experiment.place}: {experiment.about}", f"{experiment.paper}, at scale `{scale}`."]
+    head = f"{experiment.paper}, at scale `{scale}`."
+    parts = [f"# {experiment.place}: {experiment.about}", " ".join([head, *unfinished(experiment, scale, rows)])]
     parts += [as_markdown(table) for table in experiment.tables(rows, config)]
     if picture:
         parts.append(f"![{experiment.place}]({picture})")
@@ -28,6 +29,13 @@ def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: s
             parts.append(f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines))
     parts.append(f"<sub>{where(rows)}</sub>")
     return "\n\n".join(parts) + "\n"
+
+
+def unfinished(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[str]:
+    """Said wherever rows are shown of which some are still to come."""
+    wanted = [cell.name for cell in source(experiment).cells(config_of(experiment, scale))]
+    done = {row["cell"] for row in rows} & set(wanted)
+    return [f"{len(done)} of {len(wanted)} cells are done; … stands for the others."] if len(done) < len(wanted) else []
 
 
 def differences(experiment: Experiment, scale: str) -> list[str]:

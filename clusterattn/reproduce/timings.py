@@ -467,8 +467,8 @@ def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
     if not any(drawn for _, drawn in panels):
         return None
     styles = {"lsh-1": "reformer", "lsh-4": "reformer", "full (SDPA)": "exact", "transformer (SDPA)": "exact"}
-    with plots._rules():
-        figure = plots._figure(5.0 * len(panels) + 2.0, 4.4)
+    with plots.rules():
+        figure = plots.canvas(5.0 * len(panels) + 2.0, 4.4)
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         lines = {}
         for axis, (title, drawn) in zip(axes, panels, strict=True):
@@ -482,10 +482,10 @@ def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
                 lengths = sorted({n for each, _ in drawn.values() for n in each})
                 axis.set_xticks(lengths, [_spaced(n) for n in lengths], rotation=45 if len(lengths) > 7 else 0)
                 axis.minorticks_off()
-                plots._plain_log_ticks(axis.yaxis)
+                plots.plain_log_ticks(axis.yaxis)
             axis.grid(True)
         figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")
-        return plots._png(figure)
+        return plots.as_png(figure)
 
 
 EXPERIMENTS = (ClusteredFigure4, Figure3, Figure4, Table7)

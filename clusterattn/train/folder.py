@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import bad_value
+from ..measure import plots
 from ..measure._extra import need
 from ..measure.rows import dumps, write_whole
 from ..methods import MethodSpec
@@ -57,21 +58,10 @@ def load(folder: Path | str) -> tuple[Task, nn.Module]:
 
 def curve(history: Sequence[dict[str, Any]], figure: str) -> bytes:
     """The learning curve: the loss on training data, the deciding figure on dev."""
-    import io
-
-    need("matplotlib").use("Agg")
-    plt = need("matplotlib.pyplot")
-    drawn, loss = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [row["step"] for row in history]
-    (left,) = loss.plot(steps, [row["loss"] for row in history], color="tab:gray", marker=".", label="training loss")
-    loss.set(xlabel="updates", ylabel="training loss")
-    loss.set_ylim(bottom=0)
-    judged = loss.twinx()
-    (right,) = judged.plot(steps, [row[figure] for row in history], color="tab:red", marker="o", label=f"{figure}, dev")
-    judged.set_ylabel(f"{figure} on dev")
-    loss.legend(handles=[left, right], loc="center right")
-    loss.grid(alpha=0.3)
-    with io.BytesIO() as file:
-        drawn.savefig(file, format="png", dpi=120)
-        plt.close(drawn)
-        return file.getvalue()
+    with plots.rules():
+        drawn = plots.canvas(9, 3.6)
+        panels = drawn.subplots(1, 2)
+        for panel, key, title in zip(panels, ("loss", figure), ("training loss", f"{figure} on dev"), strict=True):
+            panel.plot([row["step"] for row in history], [row[key] for row in history], color="tab:blue", marker="o")
+            panel.set(xlabel="updates", title=title)
+        return plots.as_png(drawn)
