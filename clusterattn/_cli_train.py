@@ -23,7 +23,7 @@ def train(
         typer.Option(
             help="classify: CSV, TSV or JSONL with text and label; pairs and ranking: text_a, text_b, label; "
             "translate: a TSV of two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with "
-            ".txt beside each; masked: text. A folder may hold train, dev and test; else a tenth each is held out."
+            ".txt beside each; masked: text. A folder may hold train, dev and test; else some of it is held out."
         ),
     ],
     method: Annotated[str, typer.Option(help="NAME or NAME:key=value,…")] = "refined",
@@ -48,7 +48,7 @@ def train(
 ) -> None:
     """Train a model with any attention on your own data: a model folder, its figures, a learning curve.
 
-    Killed at any moment, the same command goes on from the last epoch. Several GPUs or machines:
+    Killed at any moment, the same command goes on from the last checkpoint. Several GPUs or machines:
     `accelerate launch -m clusterattn.cli train …`.
 
     [bold]Examples[/]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,39 @@ def test_a_cell_that_fails_loses_nothing_else(tmp_path, monkeypatch):
     assert "no square here" in outcome.failed["clustered-squares: number 2"]
 
 
+def run_with_processes(tmp_path, code):
+    """In a program of its own: the processes must be able to import the experiment."""
+    (tmp_path / "toys.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_reproduce import Config, Squares, reproduce, runner\n"
+        "sys.modules['clusterattn.reproduce.toys'] = sys.modules[__name__]\n"
+        "reproduce.MODULES = ('toys',)\n"
+        f"{code}\n"
+        "EXPERIMENTS = [Mine]\n"
+        "if __name__ == '__main__':\n"
+        "    outcome = runner.reproduce([Mine.name], out=sys.argv[1], jobs=2)\n"
+        "    print(sorted(row['square'] for row in outcome.rows[Mine.name]), sorted(outcome.failed.items()))\n"
+    )
+    words = [sys.executable, str(tmp_path / "toys.py"), str(tmp_path / "rows")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_two_processes_give_the_rows_of_one(tmp_path):
+    assert run_with_processes(tmp_path, "class Mine(Squares): pass") == "[1, 4, 9] []"
+
+
+def test_a_process_that_dies_takes_no_other_cell_with_it(tmp_path):
+    code = (
+        "class Mine(Squares):\n"
+        "    def run(self, cell, config, context):\n"
+        "        return os._exit(1) if cell.settings['number'] == 2 else super().run(cell, config, context)\n"
+    )
+    assert run_with_processes(tmp_path, code) == "[1, 9] [('clustered-squares: number 2', 'its process died')]"
+
+
 def test_a_figure_shows_the_rows_of_its_table(tmp_path):
     outcome = runner.reproduce(["clustered-shown", "clustered-squares"], out=tmp_path)
     assert outcome.rows["clustered-shown"] == outcome.rows["clustered-squares"]
@@ -139,6 +173,7 @@ def test_the_command(tmp_path):
         (["clustered-table77"], "wanted an experiment"),
         ([], "wanted the name of an experiment"),
         (["clustered-squares", "--scale", "huge"], "wanted a scale"),
+        (["clustered-squares", "--only", "("], "wanted --only, a regular expression"),
     ):
         refused = run(*words, "--out", tmp_path)
         assert refused.exit_code == 2

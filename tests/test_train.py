@@ -101,8 +101,26 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
 
 def test_a_folder_of_another_training_is_refused(tmp_path):
     trained(Toy(), folder=tmp_path)
-    with pytest.raises(ValueError, match="wanted the settings with which"):
-        trained(Toy(), folder=tmp_path, lr=1e-4)
+    for task, method, settings in (
+        (Toy(), "exact", {"lr": 1e-4}),
+        (Toy(), "clustered:clusters=4", {}),  # the same weights by name
+        (Toy(count=120), "exact", {}),
+    ):
+        with pytest.raises(ValueError, match="wanted the model, data and settings with which"):
+            trained(task, method, folder=tmp_path, **settings)
+
+
+def test_a_linear_decay_must_know_its_end(tmp_path):
+    trained(Toy(), folder=tmp_path, decay="linear")
+    with pytest.raises(ValueError, match="wanted the model, data and settings with which"):
+        trained(Toy(), folder=tmp_path, decay="linear", epochs=5)
+
+
+def test_a_device_that_is_not_there():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="no CUDA device"):
+        fit(Toy(), Toy().model("exact"), device="cuda:1")
 
 
 def test_it_stops_early_and_at_a_target():

@@ -132,15 +132,16 @@ def pass_of(
         assert isinstance(out, Tensor)
         return out
 
-    return _pass(sample, answer, backward)
+    return pass_through(sample, answer, backward)
 
 
 def peer_pass(sample: Sample, *, causal: bool = False, backward: bool = False) -> Run:
     """One call of ``F.scaled_dot_product_attention`` on the same tensors."""
-    return _pass(sample, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), backward)
+    return pass_through(sample, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), backward)
 
 
-def _pass(sample: Sample, answer: Callable[[Tensor, Tensor, Tensor], Tensor], backward: bool) -> Run:
+def pass_through(sample: Sample, answer: Callable[[Tensor, Tensor, Tensor], Tensor], backward: bool) -> Run:
+    """Any attention (q, k, v -> out) over these tensors, forward or forward + backward, ready to be timed."""
     if not backward:
 
         def forward() -> object:

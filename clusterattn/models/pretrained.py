@@ -45,6 +45,9 @@ class Pretrained(nn.Module):
         self.method = method
         need("clusterattn.hf", "train").swap(self.encoder, method)
 
+    def extra_repr(self) -> str:
+        return f"method={self.method!s}, pool={self.pool}"
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Answer:
         kinds = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **kinds)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from ..measure.rows import Row
 from ..tasks.files import folder_of
 
 SCALES = ("smoke", "small", "paper")
+# what Student's t stays within 95 times in 100, by degrees of freedom from 1; the last serves for more, a bit too strict
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 PAPERS = {
     "clustered": "Fast Transformers with Clustered Attention (Vyas et al. 2020)",
     "smyrf": "SMYRF (Daras et al. 2020), the rebuttal's experiments",
@@ -76,6 +79,11 @@ class Experiment(ABC):
     def paper(self) -> str:
         return PAPERS[self.name.partition("-")[0]]
 
+    def check(self, config: Any, context: Context) -> None:
+        """Complain about missing data, before the work."""
+        for name in self.needs:
+            context.folder(name)
+
     @abstractmethod
     def cells(self, config: Any) -> list[Cell]:
         """All the work there is, in any order."""
@@ -112,6 +120,20 @@ def spread(ours: Sequence[float], digits: int = 1, times: float = 1.0) -> str:
         return "…"
     mean = f"{times * statistics.fmean(ours):.{digits}f}"
     return mean if len(ours) == 1 else f"{mean} ± {times * statistics.stdev(ours):.{digits}f}"
+
+
+def lead(differences: Sequence[float], digits: int = 1) -> tuple[str, str]:
+    """("+1.2 ± 0.4", "ahead"): mean and standard error of differences between runs that are the same in all else (seed,
+    split), and at 95 % by Student's t "ahead", "behind" or "not told apart"; "" where one run says nothing of chance."""
+    if not differences:
+        return "…", ""
+    mean = statistics.fmean(differences)
+    if len(differences) == 1:
+        return f"{mean:+.{digits}f}", ""
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    within = STUDENT[min(len(differences) - 1, len(STUDENT)) - 1] * error
+    verdict = "not told apart" if abs(mean) <= within else "ahead" if mean > 0 else "behind"
+    return f"{mean:+.{digits}f} ± {error:.{digits}f}", verdict
 
 
 def chosen(rows: Sequence[Row], key: str, **settings: Any) -> list[float]:

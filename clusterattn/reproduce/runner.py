@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,10 +78,13 @@ def reproduce(
     """
     if scale not in SCALES:
         raise bad_value(f"a scale: {', '.join(SCALES)}", repr(scale), "--scale small")
+    try:
+        re.compile(only or "")
+    except re.error as error:
+        raise bad_value("--only, a regular expression", f"{only!r}: {error}", "--only 'seed 0'") from None
     made = list({source(each).name: source(each) for each in map(named, names)}.values())
-    for each in made if scale != "smoke" else ():
-        for need in each.needs:
-            Context(torch.device(device), data, out).folder(need)  # miss data before the work, not after it
+    for each in made if scale != "smoke" else ():  # miss data before the work, not after it
+        each.check(each.scales[scale], Context(torch.device(device), data, out))
     left = [work for each in made for work in missing(each, scale, out, only)]
     around = files.environment(device)
     around["commit"] = commit or around["commit"]
@@ -101,7 +105,7 @@ def reproduce(
     quiet = [work for work in left if named(work.experiment).alone]
     # short cells first: results are there early, and whatever is interrupted has most of its rows
     busy = sorted((work for work in left if work not in quiet), key=lambda work: work.cell.seconds)
-    for work, answer in _together(busy, data, device, jobs) if jobs > 1 else _in_turn(busy, data, device):
+    for work, answer in _together(busy, data, device, jobs) if jobs > 1 and busy else _in_turn(busy, data, device):
         finish(work, answer)
     for work, answer in _in_turn(quiet, data, device):
         finish(work, answer)
@@ -143,16 +147,20 @@ def _in_turn(works: Sequence[Work], data: Path | None, device: str) -> Iterator[
 def _together(
     works: Sequence[Work], data: Path | None, device: str, jobs: int
 ) -> Iterator[tuple[Work, list[Row] | str]]:
-    if not works:
-        return
+    died = []
     start = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(min(jobs, len(works)), mp_context=start, initializer=_begin, initargs=(jobs,)) as pool:
         futures: dict[Future[list[Row] | str], Work] = {pool.submit(_do, work, data, device): work for work in works}
         for future in as_completed(futures):
             try:
                 yield futures[future], future.result()
-            except Exception as error:  # a process died: its cell is told of as failed, nothing else is lost
-                yield futures[future], f"{type(error).__name__}: {error}"
+            except BrokenProcessPool:  # a process died and took the pool with it, guilty and innocent cells alike
+                died.append(futures[future])
+    for work in died:  # by itself, only the guilty one dies again
+        if len(works) > 1:
+            yield from _together([work], data, device, 1)
+        else:
+            yield work, "its process died"
 
 
 def _begin(jobs: int) -> None:
@@ -163,6 +171,8 @@ def _do(work: Work, data: Path | None, device: str) -> list[Row] | str:
     """One cell, in whatever process this is: its rows, or how it failed."""
     experiment = named(work.experiment)
     folder = work_folder(work)
+    if work.scale == "smoke":  # never worth going on with
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         rows = experiment.run(work.cell, experiment.scales[work.scale], Context(torch.device(device), data, folder))
     except Exception:
@@ -174,6 +184,6 @@ def _do(work: Work, data: Path | None, device: str) -> list[Row] | str:
 def work_folder(work: Work) -> Path:
     """Where a cell keeps its checkpoints until it is done."""
     slug = re.sub(r"[^A-Za-z0-9.=-]+", "_", work.cell.name)
-    home = Path(tempfile.gettempdir()) if work.scale == "smoke" else Path.home() / ".cache"
+    home = Path(tempfile.gettempdir()) / str(os.getpid()) if work.scale == "smoke" else Path.home() / ".cache"
     config = f"{work.scale}-{fingerprint(named(work.experiment), work.scale)}"
     return home / "clusterattn" / work.experiment / config / slug

@@ -95,7 +95,8 @@ class Glue(Task):
         if self.piece.labels > 1:
             return classified(answer, batch["labels"])
         total = F.mse_loss(answer.logits.squeeze(-1).float(), batch["labels"], reduction="sum")
-        return total, torch.tensor(len(batch["labels"]), device=total.device)
+        count = torch.tensor(len(batch["labels"]), device=total.device)
+        return total + answer.auxiliary * count, count
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
         return self.figures(*said(model, batches))

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import warnings
-import wave
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import bad_value
+from ..measure.reading import read_wav
+from ..measure.rows import write_whole
 from ..methods import MethodSpec
-from ..models import Answer
 from ..models.speech import SpeechEncoder
 from ._task import Batch, Figures, Task, padded
 
@@ -45,7 +45,6 @@ class Joined(Sequence[Recording]):
     def __getitem__(self, at: Any) -> Any:
         parts = [self.recordings[each] for each in self.groups[at]]
         return Recording(torch.cat([part.frames for part in parts]), torch.cat([part.symbols for part in parts]))
-
 
     def by_length(self) -> Joined:
         """The same, the shortest first."""
@@ -100,7 +99,7 @@ class Speech(Task):
 
     @classmethod
     def read(cls, data: Path, *, length: int | None = None, seed: int = 0) -> Speech:
-        """A folder of 16-bit .wav files, each with a .txt of the same name beside it; or AN4.
+        """A folder of PCM .wav files, each with a .txt of the same name beside it; or AN4.
 
         The symbols are letters, or phones where there is a dictionary: one .dic file of lines "WORD P1 P2 ...".
         Sub-folders train, dev and test are taken for that; without them every tenth recording (by ``seed``) is dev.
@@ -117,7 +116,7 @@ class Speech(Task):
         texts, kind = transcripts(data, spoken)
         symbols = sorted({symbol for text in texts.values() for symbol in text})
         known = {symbol: at for at, symbol in enumerate(symbols)}
-        rate = samples(spoken[0])[1]
+        rate = read_wav(spoken[0])[1]
         turns = torch.randperm(len(spoken), generator=torch.Generator().manual_seed(seed)).tolist()
         in_parts, longer = (data / "train").is_dir(), 0
         splits: dict[str, list[Recording]] = {"train": [], "dev": []}
@@ -141,7 +140,7 @@ class Speech(Task):
     def save(self, folder: Path) -> None:
         about = {"symbols": self.symbols, "features": self.features, "rate": self.rate, "length": self.longest}
         told = json.dumps({"figure": self.figure, **about}, ensure_ascii=False)
-        (Path(folder) / "speech.json").write_text(told, encoding="utf-8")
+        write_whole(Path(folder) / "speech.json", told)
 
     @classmethod
     def restore(cls, folder: Path) -> Speech:
@@ -182,13 +181,15 @@ class Speech(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Summed over recordings; counted in symbols."""
-        return ctc(model(batch["frames"], batch["mask"]), batch)
+        answer = model(batch["frames"], batch["mask"])
+        total, count = ctc(answer.logits, batch)
+        return total + answer.auxiliary * count, count
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
         wrong, wanted, loss = 0, 0, 0.0
         for batch in batches:
             answer = model(batch["frames"], batch["mask"])
-            total, count = ctc(answer, batch)
+            total, count = ctc(answer.logits, batch)
             loss, wanted = loss + total.item(), wanted + int(count)
             wrong += mistakes(answer.logits, batch)
         return {self.figure: wrong / max(wanted, 1), "nll": loss / max(wanted, 1)}
@@ -214,14 +215,15 @@ def transcripts(data: Path, spoken: Sequence[Path]) -> tuple[dict[Path, list[str
     return {path: [phone for word in words for phone in phones[word]] for path, words in said.items()}, Speech
 
 
-def ctc(answer: Answer, batch: Batch) -> tuple[Tensor, Tensor]:
+def ctc(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The negative log-likelihood of what is said, summed, and the number of its symbols."""
     count = batch["said"].sum().clamp(min=1)
-    odds = answer.logits.float().log_softmax(-1).transpose(0, 1)
+    odds = logits.float().log_softmax(-1).transpose(0, 1)
     total = F.ctc_loss(
         odds, batch["symbols"], batch["mask"].sum(1), batch["said"].sum(1), blank=odds.shape[-1] - 1,
         reduction="sum", zero_infinity=True,  # where there are more symbols than frames, no path leads to them
     )  # fmt: skip
-    return total + answer.auxiliary * count, count
+    return total, count
 
 
 def best_paths(logits: Tensor, mask: Tensor) -> list[list[int]]:
@@ -337,20 +339,9 @@ def changes(frames: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- .wav files
 
 
-def samples(path: Path) -> tuple[Tensor, int]:
-    """16-bit PCM, channels averaged, in -1 ... 1; and the samples per second."""
-    with wave.open(str(path), "rb") as file:
-        if file.getsampwidth() != 2:
-            got = f"{8 * file.getsampwidth()}-bit in {path.name}"
-            raise bad_value("16-bit PCM .wav files", got, "ffmpeg -i old.wav -c:a pcm_s16le new.wav")
-        channels, rate = file.getnchannels(), file.getframerate()
-        heard = torch.frombuffer(bytearray(file.readframes(file.getnframes())), dtype=torch.int16)
-    return heard.view(-1, channels).float().mean(1) / 2**15, rate
-
-
 def loudness(path: Path, rate: int) -> Tensor:
     """(n BANDS): the logarithm of the energy in mel bands every 10 ms, normalised."""
-    heard, own = samples(path)
+    heard, own = read_wav(path)
     if own != rate:
         raise bad_value(f".wav files of one rate ({rate} Hz)", f"{own} Hz in {path.name}", f"ffmpeg -ar {rate}")
     hop, window = round(HOP * rate), round(WINDOW * rate)

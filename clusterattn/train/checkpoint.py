@@ -18,23 +18,32 @@ VERSION = 1
 
 
 def write(
-    path: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, progress: dict[str, Any]
-) -> None:
+    path: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, progress: dict[str, Any],
+    recipe: str,
+) -> None:  # fmt: skip
     tensors = {f"model.{name}": each for name, each in state.items()}
     numbers: dict[str, Any] = {}
     if optimizer is not None:
         for at, values in optimizer.state_dict()["state"].items():
             for name, value in values.items():
                 (tensors if isinstance(value, Tensor) else numbers)[f"optimizer.{at}.{name}"] = value
-    about = json.dumps({"version": VERSION, "progress": progress, "numbers": numbers})
-    # copies: safetensors refuses tied weights, which share their memory
+    about = json.dumps({"version": VERSION, "recipe": recipe, "progress": progress, "numbers": numbers})
+    write_whole(path, packed(tensors, {"clusterattn": about}))
+
+
+def packed(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
+    """As safetensors, from copies: it refuses tied weights, which share their memory."""
     whole = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
-    write_whole(path, need("safetensors.torch", "train").save(whole, {"clusterattn": about}))
+    data: bytes = need("safetensors.torch", "train").save(whole, about)
+    return data
 
 
-def read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def read(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> dict[str, Any]:
     """Load into model and optimizer; the progress that was written with them."""
     tensors, about = _opened(path)
+    if about["recipe"] != recipe:
+        wanted = "the model, data and settings with which the training in this folder began"
+        raise bad_value(wanted, f"others ({path.parent})", "another folder, or deleting this one")
     model.load_state_dict(_of_model(tensors))
     state: dict[int, dict[str, Any]] = {}
     for name, value in [*tensors.items(), *about["numbers"].items()]:

@@ -16,6 +16,7 @@ from ..measure.rows import dumps, write_whole
 from ..methods import MethodSpec
 from ..methods import method as as_method
 from ..tasks import Figures, Task, task_named
+from .checkpoint import packed
 from .loop import Fitted
 
 VERSION = 1
@@ -25,16 +26,15 @@ CONFIG, WEIGHTS, METRICS, HISTORY, CURVE = (
 
 
 def save(
-    folder: Path, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any], figures: dict[str, Figures]
+    folder: Path | str, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any], figures: dict[str, Figures]
 ) -> list[Path]:
     """Write the folder; its config comes last, so that a folder with one is whole."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     task.save(folder)
-    # copies: safetensors refuses tied weights, which share their memory
-    state = fitted.model.state_dict()
-    weights = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in state.items()}
     about = {"version": VERSION, "task": task.name, "method": as_method(method).to_dict(), "sizes": sizes}
     return [
-        write_whole(folder / WEIGHTS, need("safetensors.torch", "train").save(weights)),
+        write_whole(folder / WEIGHTS, packed(fitted.model.state_dict())),
         write_whole(folder / METRICS, json.dumps({"dev": fitted.best, **figures}, indent=2) + "\n"),
         write_whole(folder / HISTORY, "".join(dumps(row) + "\n" for row in fitted.history)),
         write_whole(folder / CURVE, curve(fitted.history, task.figure)),

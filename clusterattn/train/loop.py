@@ -54,8 +54,8 @@ def fit(
 ) -> Fitted:
     """Train on the task's "train" split, judge on "dev", keep the best weights.
 
-    folder   checkpoints; a training that was interrupted is taken up where it was last judged, to the same end
-    device   by default the fastest there is. Under `accelerate launch` every process has its own
+    folder   checkpoints; a training that was interrupted is taken up where it was last saved, to the same end
+    device   "cpu", "cuda" or "cuda:1"; by default the fastest there is. Under `accelerate launch` every process has its own
     tick     called with words and the number of steps in all, once for every update
     """
     settings = settings or Settings()
@@ -96,6 +96,8 @@ class _Training:
         kinds = {"radam": torch.optim.RAdam, "adamw": torch.optim.AdamW}
         options: dict[str, Any] = {"decoupled_weight_decay": True} if settings.optimizer == "radam" else {}
         self.plain = model.to(self.accelerator.device)
+        if self.processes > 1 and any(each.memory is not None for each in attentions(model)):
+            self._warm_up()
         alone_on_cuda = self.accelerator.device.type == "cuda" and self.processes == 1
         graphs = settings.graphs and alone_on_cuda and settings.precision != "fp16"  # fp16's scaler looks at gradients
         self.replayed = Replayed(self._descend) if graphs else None
@@ -115,6 +117,13 @@ class _Training:
         self.history: list[dict[str, Any]] = []
         self.kept: dict[str, Tensor] = {}  # the weights of the best judgement
         self.saved = time.monotonic()
+
+    def _warm_up(self) -> None:
+        """Routing's centroids start from its first batch, and wrappers share only buffers that they find."""
+        first = order(self.task, "train", self.settings.batch)[0]
+        examples = [self.task.splits["train"][at] for at in first]
+        with torch.no_grad():
+            self.task.loss(self.plain.train(), moved(self.task.collate(examples), self.accelerator.device))
 
     # ------------------------------------------------------------------------------------------------ run
 
@@ -166,6 +175,7 @@ class _Training:
         return self._descend(batch) if self.replayed is None else self.replayed(batch, draw)
 
     def _descend(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
         with self.accelerator.autocast():
             loss, number = self.task.loss(self.model, batch)
         count = number.float()
@@ -178,7 +188,6 @@ class _Training:
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.plain.parameters(), self.settings.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad()
         return loss.detach()
 
     def _stream(self, until: int) -> Iterator[Batch]:
@@ -218,7 +227,7 @@ class _Training:
 
     def _note(self, loss: float, figures: Figures) -> None:
         better = not self.best or self._gain(figures) > self._gain(self.best)
-        self.waited = 0 if better else self.waited + 1
+        self.waited = 0 if better or self.step <= self.settings.warmup else self.waited + 1
         self.since_shrunk = 0 if better else self.since_shrunk + 1
         if better:
             self.best = figures
@@ -250,28 +259,31 @@ class _Training:
 
     def _save(self) -> None:
         if self.folder is not None and self.accelerator.is_main_process:
-            progress = {name: getattr(self, name) for name in PROGRESS} | {"recipe": self._recipe()}
-            checkpoint.write(self.folder / BEST, self.kept, None, {})  # first: a state must find the best that it names
-            checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress)
+            progress = {name: getattr(self, name) for name in PROGRESS}
+            # the best first: a state must find the weights that it speaks of
+            checkpoint.write(self.folder / BEST, self.kept, None, {}, self._recipe())
+            checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress, self._recipe())
         self.saved = time.monotonic()
 
     def _resume(self) -> None:
         if self.folder is None or not (self.folder / STATE).exists():
             return
-        progress = checkpoint.read(self.folder / STATE, self.plain, self.optimizer)
-        if progress["recipe"] != self._recipe():
-            raise bad_value(
-                "the settings with which the training in this folder began", f"others ({self.folder})", "another folder"
-            )
+        progress = checkpoint.read(self.folder / STATE, self.plain, self.optimizer, self._recipe())
         for name in PROGRESS:
             setattr(self, name, progress[name])
         self.kept = checkpoint.weights(self.folder / BEST)
 
     def _recipe(self) -> str:
-        """What must be the same for a training to go on: settings and data. When to stop may change."""
-        same = {name: value for name, value in asdict(self.settings).items() if name not in WHEN_TO_STOP}
+        """What must be the same for a training to go on: model, data and settings. When to stop may change, unless the
+        learning rate depends on it."""
+        free = [name for name in WHEN_TO_STOP if self.settings.decay != "linear" or name not in ("steps", "epochs")]
+        same = {name: value for name, value in asdict(self.settings).items() if name not in free}
+        examples = self.task.splits["train"]
+        probe = self.task.collate([examples[0], examples[-1]])
+        data = [(name, tuple(each.shape), float(each.double().sum())) for name, each in sorted(probe.items())]
         sizes = {name: len(each) for name, each in self.task.splits.items()}
-        return hashlib.sha256(repr((same, sizes, self.task.name)).encode()).hexdigest()[:16]
+        told = repr((same, sizes, data, self.task.name, repr(self.plain)))
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
     def _end(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -292,7 +304,12 @@ def _accelerator(precision: str, device: torch.device | str | None, partly: bool
     if state.PartialState._shared_state and state.PartialState().num_processes == 1:
         state.AcceleratorState._reset_state(True)  # one process may train several models, each with its own precision
     unused = need("accelerate.utils", "train").DistributedDataParallelKwargs(find_unused_parameters=partly)
-    cpu = device is not None and torch.device(device).type == "cpu"
+    wanted = None if device is None else torch.device(device)
+    if wanted is not None and wanted.type == "cuda" and not torch.cuda.is_available():
+        raise bad_value(str(wanted), "no CUDA device that this torch can see", 'device="cpu"')
+    if wanted is not None and wanted.index is not None and wanted.type == "cuda":
+        torch.cuda.set_device(wanted)
+    cpu = wanted is not None and wanted.type == "cpu"
     return accelerate.Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
 
 
