@@ -12,7 +12,7 @@ from clusterattn.reproduce import Context
 from clusterattn.reproduce.clusterformer_table8 import PUBLISHED, SPECS, Table8, invented
 from clusterattn.tasks import batches
 from clusterattn.tasks.masked import CLS, MASK, PAD, SEP, SPECIALS, Masked, articles, documents_in
-from clusterattn.train import Settings, fit
+from clusterattn.train import Settings, fit, load, save
 
 METHODS = [
     "exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4", "smyrf",
@@ -139,6 +139,16 @@ def test_learns_which_word_stands_where(tmp_path) -> None:  # type: ignore[no-un
     assert one.split()[:2] + one.split()[3:] == ["ban", "dor", "kut", "lelo", "bama"]
     assert one.split()[2] in two.split()
     assert two == "ban dor fis kut lelo bama ban dor"
+
+
+def test_a_model_of_another_length_comes_back(tmp_path, task: Masked) -> None:  # type: ignore[no-untyped-def]
+    sizes = {"dim": 16, "heads": 2, "layers": 1}
+    fitted = fit(task, task.model("clusterformer", **sizes), Settings(steps=2, batch=4), device="cpu")
+    save(tmp_path, task, fitted, "clusterformer", sizes, {})
+    again, model = load(tmp_path)
+    asked = ["ba [MASK] " * 30]  # longer than the task is
+    assert again.predict(model, asked) == task.predict(fitted.model, asked)
+    assert len(asked[0].split()) > len(again.predict(model, asked)[0].split())
 
 
 # ------------------------------------------------------------------------------------------------ text

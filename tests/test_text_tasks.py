@@ -16,15 +16,17 @@ pytest.importorskip("safetensors")
 
 import numpy
 
-from clusterattn.reproduce._experiment import Context
-from clusterattn.reproduce._texts import SAYS, apart, compared, spec, task_losses
-from clusterattn.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3
+from clusterattn.reproduce._experiment import Context, lead
+from clusterattn.reproduce import _texts
+from clusterattn.reproduce._texts import SAYS, against_paper, apart, compared, spec, task_losses, trained
+from clusterattn.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
+from clusterattn.tasks.files import folder_of, inside
 from clusterattn.tasks.labelled_files import divided, read_splits, records
 from clusterattn.tasks.pairs import Pairs, Ranking, ranked
 from clusterattn.tasks.text import Classify
 from clusterattn.tasks.text_sets import pair_set, text_set
 from clusterattn.tasks.vocabulary import UNKNOWN, Vectors, Vocabulary, words_of
-from clusterattn.train import Settings, fit, judge
+from clusterattn.train import Fitted, Settings, fit, judge, load, save
 
 TEXT, PAIR = ("text", "label"), ("text_a", "text_b", "label")
 METHODS = [spec(method, mean=9, clusters=3) for method in SAYS]
@@ -228,6 +230,22 @@ def test_pairs_without_a_training_file_train_on_dev(tmp_path: Path) -> None:
     assert [example.group for example in task.splits["test"]] == [0, 0]
 
 
+def test_what_a_set_lacks_is_said_and_its_own_folder_is_found(tmp_path: Path) -> None:
+    written(tmp_path / "20news-bydate", **{"20news-bydate-train__sci.med__1": "x"})
+    for data in (tmp_path, tmp_path / "20news-bydate"):
+        home = folder_of(data, "20news")
+        assert home == tmp_path / "20news-bydate"
+        assert inside(home, "20news-bydate-train") == home / "20news-bydate-train"
+    with pytest.raises(ValueError, match="wanted 20news-bydate-test in 20news-bydate.*try "):
+        text_set(tmp_path, "20NEWS")
+    (tmp_path / "hyperpartisan").mkdir()
+    with pytest.raises(ValueError, match="ground-truth"):
+        text_set(tmp_path, "Hyperpartisan")
+    (tmp_path / "embeddings").mkdir()
+    with pytest.raises(ValueError, match="100d"):
+        _texts.loaded(tmp_path, "CR", 0, 8, "100d", False)
+
+
 # ---------------------------------------------------------------------------------------------------- figures
 
 
@@ -318,6 +336,19 @@ def test_a_users_csv_becomes_a_model_that_reads_new_texts(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "model" / "task.json").read_text())["labels"] == ["bad", "good"]
 
 
+@pytest.mark.parametrize("kind", [Classify, Pairs])
+def test_word_vectors_of_another_width_come_back(kind: Any, tmp_path: Path) -> None:
+    vectors = Vectors({"lovely": 0, "awful": 1}, torch.randn(2, 6))
+    rows = [(*[text] * (len(kind.columns) - 1), label) for text, label in reviews(20)]
+    task = kind({"train": rows, "dev": rows}, vectors=vectors)
+    sizes = {"dim": 16, "heads": 2, "layers": 1}
+    fitted = fit(task, task.model("clusterformer", **sizes), Settings(epochs=1), device="cpu")
+    save(tmp_path, task, fitted, "clusterformer", sizes, {})
+    again, model = load(tmp_path)
+    asked = [rows[0][0] if kind is Classify else rows[0][:2]]
+    assert again.predict(model, asked) == task.predict(fitted.model, asked)
+
+
 def test_a_users_pairs(tmp_path: Path) -> None:
     rows = [(text, f"{text} indeed", label) for text, label in reviews(20)]
     for head in (("premise", "hypothesis", "label"), ()):
@@ -380,6 +411,40 @@ def test_curves_show_the_tasks_own_loss() -> None:
     assert task_losses(history, 4, added[2:]) == [None, 1.75]  # what was added before a restart is not known
 
 
+def test_a_small_set_is_trained_long_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[Settings] = []
+
+    def noted(task: Any, model: Any, settings: Settings, **_: Any) -> Fitted:
+        told.append(settings)
+        history = [{"step": at, "epoch": at, "seconds": seconds, "loss": 1.0, "accuracy": 0.5}
+                   for at, seconds in enumerate((9.0, 10.0, 12.0, 13.0), start=1)]  # fmt: skip
+        return Fitted(model, {"accuracy": 0.5}, 0, 13.0, 4.0, history)
+
+    monkeypatch.setattr(_texts, "fit", noted)
+    monkeypatch.setattr(_texts, "task_losses", lambda history, *_: [None] * len(history))
+    context = Context(torch.device("cpu"), None, tmp_path)
+    long, short = _texts.Config(sets=(), epochs=10, dim=16), Table4.scales["small"]
+    for config, rows in ((long, reviews(60)), (long, reviews(6400)), (short, reviews(6400))):
+        row = trained(Classify({"train": rows, "test": rows[:2]}), "exact", config, 0, context)
+    first, second, third = told
+    assert (first.batch, first.epochs, first.patience, first.warmup) == (3, 40, None, 20)
+    assert (second.batch, second.epochs, second.patience, second.warmup) == (64, 10, 2, 50)
+    assert third.judge_batch == third.batch < second.judge_batch
+    assert row["seconds_per_epoch"] == 1.0  # of 1, 2 and 1; the first epoch took 9
+
+
+def test_a_lead_is_one_at_95_per_cent() -> None:
+    assert lead([1.0, 3.0, 2.0]) == ("+2.0 ± 0.6", "not told apart")
+    assert lead([2.0, 4.0, 3.0]) == ("+3.0 ± 0.6", "ahead")
+    assert lead([-0.2, -0.4, -0.3], digits=2) == ("-0.30 ± 0.06", "behind")
+    assert lead([1.0] * 40 + [-1.0] * 20) == ("+0.3 ± 0.1", "ahead")
+    assert lead([2.0]) == ("+2.0", "")
+    assert lead([0.0, 0.0]) == ("+0.0 ± 0.0", "not told apart")
+    assert lead([]) == ("…", "")
+    assert against_paper("behind", -1.0) == "behind, as in the paper"
+    assert against_paper("behind", 1.0) == "behind, against the paper"
+
+
 def test_differences_are_taken_seed_by_seed() -> None:
     rows = [{"set": "CR", "method": method, "seed": seed, "accuracy": value} for method, seed, value in
             (("a", 0, 0.9), ("a", 1, 0.7), ("a", 2, 0.5), ("b", 0, 0.8), ("b", 1, 0.8))]  # fmt: skip
@@ -396,7 +461,9 @@ def test_one_repetition_claims_no_error_and_no_verdict() -> None:
         published = {"clusterformer": {"CR": 88.1}, "transformer": {"CR": 86.2}}
         return str(compared(rows(*gaps), [("CR", "CR", "accuracy")], published, "transformer"))
 
-    assert "CR +2.0 (paper +1.9): no telling from one repetition on CR." in told(0.02)
-    assert told(0.02, 0.04, 0.03).endswith("CR +3.0 ± 0.6 (paper +1.9): ahead on CR.")
+    assert "CR +2.0 (paper +1.9)" in told(0.02)
+    assert told(0.02).endswith("no telling from one repetition on CR.")
+    assert told(0.02, 0.04, 0.03).endswith("CR +3.0 ± 0.6 (paper +1.9): at 95 % (Student's t) ahead on CR.")
     assert told(-0.02, -0.04, -0.03).endswith("behind on CR.")
-    assert told(0.05, -0.04, 0.0).endswith("even within that error on CR.")
+    assert told(0.05, -0.04, 0.0).endswith("not told apart on CR.")
+    assert told(0.01, 0.03, 0.02).endswith("not told apart on CR.")  # 3.5 standard errors of three: t wants 4.3

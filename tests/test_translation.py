@@ -203,7 +203,7 @@ def test_tokens_give_back_the_text_and_batches_are_shifted() -> None:
 
 
 def test_learns_to_translate_and_comes_back_from_its_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    task = Translate({"train": LINES, "dev": LINES[:2], "test": LINES[:2]}, vocabulary=300)
+    task = Translate({"train": LINES, "dev": LINES[:2], "test": LINES[:2]}, vocabulary=300, length=40)
     torch.manual_seed(0)
     model = task.model("exact", dim=32, heads=2, layers=1, dropout=0.0)
     settings = Settings(steps=60, batch=8, lr=5e-3, optimizer="adamw", warmup=5, evaluate=30)
@@ -213,6 +213,7 @@ def test_learns_to_translate_and_comes_back_from_its_folder(tmp_path) -> None:  
     assert judge(task, fitted.model, "test")["bleu"] == pytest.approx(100)
     task.save(tmp_path)
     again = Translate.restore(tmp_path)
+    assert len(again._source([5] * 99)) == len(task._source([5] * 99)) == 40
     said = again.predict(fitted.model, ["zwei Hunde laufen .", "ein Hund läuft ."])
     assert said == ["two dogs run .", "a dog runs ."]
 

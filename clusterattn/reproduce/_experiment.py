@@ -16,7 +16,7 @@ from ..measure.rows import Row
 from ..tasks.files import folder_of
 
 SCALES = ("smoke", "small", "paper")
-# what Student's t stays within 95 times in 100, by degrees of freedom from 1; the last serves for more, a bit too strict
+# Student's t stays within this 95 times in 100, by degrees of freedom from 1; the last serves for more, a bit strictly
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 PAPERS = {
     "clustered": "Fast Transformers with Clustered Attention (Vyas et al. 2020)",
@@ -123,8 +123,8 @@ def spread(ours: Sequence[float], digits: int = 1, times: float = 1.0) -> str:
 
 
 def lead(differences: Sequence[float], digits: int = 1) -> tuple[str, str]:
-    """("+1.2 ± 0.4", "ahead"): mean and standard error of differences between runs that are the same in all else (seed,
-    split), and at 95 % by Student's t "ahead", "behind" or "not told apart"; "" where one run says nothing of chance."""
+    """("+1.2 ± 0.4", "ahead"): mean and standard error of the differences between runs that share all else (seed,
+    split), and by Student's t at 95 % "ahead", "behind" or "not told apart"; "" for one difference alone."""
     if not differences:
         return "…", ""
     mean = statistics.fmean(differences)

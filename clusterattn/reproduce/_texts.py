@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import math
 import random
 import statistics
@@ -15,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ..measure.rows import Row
-from ..tasks.files import folder_of
+from ..tasks.files import folder_of, inside
 from ..tasks.labelled_files import Record, divided
 from ..tasks.pairs import Pairs, Ranking
 from ..tasks.text import Classify, Labelled
 from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment
+from ._experiment import Cell, Context, Experiment, lead
 
 SAYS = {
     "transformer": "Transformer", "reformer": "Reformer", "routing": "Routing Transformer",
@@ -32,6 +34,9 @@ FOUR = ("transformer", "reformer", "routing", "clusterformer")
 OURS = ("improved", "refined")
 SHORT = 120.0  # seconds
 LEAST_UPDATES = 20  # in an epoch: batches of a small set are smaller
+LEAST_STEPS = 800  # in all: of a small set more epochs, all of them, since a short one says little of the next
+WARMUP = 50  # updates; less where an epoch is shorter
+ALONE = "no telling from one repetition"
 WEIGHT = 0.1  # of L1 and L2, where not zero
 
 
@@ -83,10 +88,7 @@ def loaded(data: Path | None, name: str, seed: int, length: int, vectors: str, m
     kind = (Ranking if name == "WikiQA" else Pairs) if name in PAIRS else Classify
     if made_up:
         return kind(divided({"train": invented(kind)}), length=length)
-    found = sorted(folder_of(data, "embeddings").glob(f"*{vectors}*.npz"))
-    if not found:
-        raise FileNotFoundError(f"no word vectors *{vectors}*.npz in {folder_of(data, 'embeddings')}")
-    start = Vectors.load(found[0])
+    start = Vectors.load(inside(folder_of(data, "embeddings"), f"*{vectors}*.npz"))
     return (Pairs if name in PAIRS else Classify).public(data, name, length=length, vectors=start, seed=seed)
 
 
@@ -114,26 +116,34 @@ def trained(task: Labelled, method: str, config: Config, seed: int, context: Con
         words_dropout=config.words_dropout, **options,
     )  # fmt: skip
     batch = max(min(config.batch, len(task.splits["train"]) // LEAST_UPDATES), 1)
+    per_epoch = math.ceil(len(task.splits["train"]) / batch)
+    epochs = config.epochs if config.invented else max(config.epochs, math.ceil(LEAST_STEPS / per_epoch))
     settings = Settings(
-        epochs=config.epochs, batch=batch, judge_batch=256, lr=config.lr, optimizer="adamw", warmup=50,
-        clip=1.0, patience=config.patience, seed=seed,
+        epochs=epochs, batch=batch, lr=config.lr, optimizer="adamw", warmup=min(WARMUP, per_epoch), clip=1.0,
+        # where memory is measured it is that of training: judgements must not need more
+        judge_batch=batch if config.many_clusters else 256,
+        patience=config.patience if epochs == config.epochs else None, seed=seed,
     )  # fmt: skip
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
     auxiliary: list[Tensor] = []
     model.register_forward_hook(lambda module, _, answer: auxiliary.append(answer.auxiliary.detach())
                                 if module.training else None)  # fmt: skip
     folder = context.work if config.seconds > SHORT else None  # a short training is sooner begun again than saved
+    on_gpu, before = context.device.type == "cuda", 0
+    if on_gpu:
+        gc.collect()  # what earlier cells of this process left
+        before = torch.cuda.memory_allocated(context.device)
+        torch.cuda.reset_peak_memory_stats(context.device)
     fitted = fit(task, model, settings, folder=folder, device=context.device, tick=context.tick)
-    memory = torch.cuda.max_memory_allocated(context.device) / 2**20 if on_gpu else None
+    memory = (torch.cuda.max_memory_allocated(context.device) - before) / 2**20 if on_gpu else None
+    until = [each["seconds"] for each in fitted.history]  # the first epoch also warms up caches and kernels
+    later = [end - begin for begin, end in itertools.pairwise(until)]
     own = task_losses(fitted.history, fitted.steps, auxiliary)
     history = [{"epoch": each["epoch"], "loss": loss, task.figure: round(each[task.figure], 4)}
                for each, loss in zip(fitted.history, own, strict=True)]  # fmt: skip
     return {
         **judge(task, fitted.model, "test", batch=256, device=context.device),
         "dev": fitted.best[task.figure], "spec": method, "steps": fitted.steps, "memory_mib": memory,
-        "seconds_per_epoch": fitted.seconds_per_epoch, "history": history,
+        "seconds_per_epoch": statistics.median(later) if later else fitted.seconds_per_epoch, "history": history,
     }  # fmt: skip
 
 
@@ -161,7 +171,8 @@ class TextExperiment(Experiment):
         ]  # fmt: skip
 
     def task(self, cell: Cell, config: Config, context: Context) -> Labelled:
-        # where a set has no splits of its own every repetition has others, the same for all methods
+        # A set without a test split of its own is cut anew in every repetition, in the same way for all methods. One
+        # that has it is cut once: where dev is a part of what trains, it is the same part in all repetitions.
         name: str = cell.settings["set"]
         own = name == "20NEWS" or name in PAIRS
         data = None if config.invented else context.data
@@ -176,10 +187,12 @@ class TextExperiment(Experiment):
 
 def sizes_said(config: Config, published: str) -> str:
     stop = "" if config.patience is None else f", fewer after {config.patience} without gain"
+    if not config.invented:
+        stop += f" (where that would be under {LEAST_STEPS} updates, all the epochs that make so many)"
     return (
         f"{config.layers} layer(s) of width {config.dim}, {config.heads} heads, GloVe of {config.vectors}, at most "
         f"{config.epochs} epochs{stop}, batches of {config.batch} (less where an epoch would be under {LEAST_UPDATES} "
-        f"updates), AdamW at {config.lr:g}; published: {published}."
+        f"updates), AdamW at {config.lr:g} after a rise over {WARMUP} updates or one epoch; published: {published}."
     )
 
 
@@ -191,36 +204,41 @@ BUDGET = (
 LOSSES = f"ClusterFormer's loss weights, not told in the paper, are mu = nu = {WEIGHT} on cosine similarities."
 
 
-def apart(rows: Sequence[Row], key: str, one: str, other: str, **where: Any) -> list[float]:
+def apart(
+    rows: Sequence[Row], key: str, one: str, other: str, *, times: float = 100, **where: Any
+) -> list[float]:
     """Differences in points between two methods, repetition by repetition: the same split, the same seed."""
     values = [
         {row["seed"]: row[key] for row in rows
          if row["method"] == method and key in row and all(row[name] == value for name, value in where.items())}
         for method in (one, other)
     ]  # fmt: skip
-    return [100 * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
+    return [times * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
 
 
 def compared(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], published: Mapping[str, Mapping[str, float]],
              other: str, one: str = "clusterformer") -> str | None:  # fmt: skip
     """One sentence: how far ``one`` is from ``other`` in every column (name, set, figure)."""
     said: list[str] = []
-    alone = "no telling from one repetition"
-    verdict: dict[str, list[str]] = {"ahead": [], "behind": [], "even within that error": [], alone: []}
+    verdicts: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": [], ALONE: []}
     for name, which, key in columns:
         found = apart(rows, key, one, other, set=which)
         if found:
-            mean = statistics.fmean(found)
-            error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+            distance, verdict = lead(found)
             paper = f" (paper {published[one][name] - published[other][name]:+.1f})" if one in published else ""
-            if error is None:
-                said.append(f"{name} {mean:+.1f}{paper}")
-                verdict[alone].append(name)
-                continue
-            said.append(f"{name} {mean:+.1f} ± {error:.1f}{paper}")
-            word = "even within that error" if abs(mean) <= error else "ahead" if mean > 0 else "behind"
-            verdict[word].append(name)
+            said.append(f"{name} {distance}{paper}")
+            verdicts[verdict or ALONE].append(name)
     if not said:
         return None
-    words = "; ".join(f"{word} on {', '.join(names)}" for word, names in verdict.items() if names)
-    return f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean: {', '.join(said)}: {words}."
+    words = "; ".join(f"{word} on {', '.join(names)}" for word, names in verdicts.items() if names)
+    return (
+        f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean: {', '.join(said)}: at 95 % (Student's "
+        f"t) {words}."
+    )
+
+
+def against_paper(verdict: str, paper: float) -> str:
+    """A verdict of ``lead`` beside the sign of the paper's own difference."""
+    if verdict not in ("ahead", "behind"):
+        return f"{verdict} at 95 %" if verdict else ALONE
+    return f"{verdict}, {'as in' if (verdict == 'ahead') == (paper > 0) else 'against'} the paper"

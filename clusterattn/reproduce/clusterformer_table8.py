@@ -17,7 +17,8 @@ from ..tasks import glue
 from ..tasks.files import folder_of
 from ..tasks.masked import FineTuning, Masked, published
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
+from ._experiment import Cell, Context, Experiment, Table, beside, chosen, lead, spread
+from ._texts import against_paper
 
 # GLUE dev, as printed: BERT-small and the pretrained ClusterFormer
 PUBLISHED: dict[str, dict[tuple[str, str], float]] = {
@@ -163,26 +164,33 @@ class Table8(Experiment):
         ]  # fmt: skip
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        def mean(method: str, pretrained: bool) -> float | None:
-            same = {"method": method, "pretrained": pretrained}
-            found = [chosen(rows, "score", piece=piece, **same) for piece in config.pieces]
-            return 100 * statistics.fmean(map(statistics.fmean, found)) if all(found) else None
+        def scores(method: str, pretrained: bool) -> dict[int, float]:
+            """Of each seed, in points: the mean over all the tasks."""
+            found = {seed: [chosen(rows, "score", piece=piece, method=method, pretrained=pretrained, seed=seed)
+                            for piece in config.pieces] for seed in config.seeds}  # fmt: skip
+            return {seed: 100 * statistics.fmean(map(statistics.fmean, each))
+                    for seed, each in found.items() if all(each)}  # fmt: skip
+
+        def apart(one: dict[int, float], other: dict[int, float]) -> list[float]:
+            return [one[seed] - other[seed] for seed in one if seed in other]
 
         lines = []
-        plain, clustered = mean("transformer", True), mean("clusterformer", True)
-        if plain is not None and clustered is not None:
-            ours = clustered - plain
+        found = apart(scores("clusterformer", True), scores("transformer", True))
+        if found:
+            ours, verdict = lead(found)
             theirs = statistics.fmean(
                 PUBLISHED["clusterformer"][piece, glue.PIECES[piece].measure]
                 - PUBLISHED["transformer"][piece, glue.PIECES[piece].measure] for piece in config.pieces
             )  # fmt: skip
-            verdict = "as in the paper" if ours * theirs > 0 else "against the paper"
-            lines.append(f"Pretrained, ClusterFormer is {ours:+.1f} points from plain attention, the mean over "
-                         f"{len(config.pieces)} tasks (paper, on these: {theirs:+.1f}): {verdict}.")  # fmt: skip
+            lines.append(f"Pretrained, ClusterFormer is {ours} points from plain attention, the mean over "
+                         f"{len(config.pieces)} tasks and its standard error over seeds (paper, on these: "
+                         f"{theirs:+.1f}): {against_paper(verdict, theirs)}.")  # fmt: skip
         for method in SPECS:
-            before, after = mean(method, False), mean(method, True)
-            if before is not None and after is not None:
-                lines.append(f"Pretraining is worth {after - before:+.1f} points to {SAYS[method]}.")
+            found = apart(scores(method, True), scores(method, False))
+            if found:
+                gain, verdict = lead(found)
+                doubt = ", not told apart from none at 95 %" if verdict == "not told apart" else ""
+                lines.append(f"Pretraining is worth {gain} points to {SAYS[method]}{doubt}.")
         return lines
 
 

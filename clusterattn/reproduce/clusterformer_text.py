@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..measure import plots
 from ..measure.rows import Row
-from ._experiment import Cell, Context, Table, beside, chosen, spread
-from ._texts import BUDGET, LOSSES, OURS, SAYS, WEIGHT, Config, TextExperiment, apart, compared, sizes_said, trained
+from ._experiment import Cell, Context, Table, beside, chosen, lead, spread
+from ._texts import (
+    BUDGET, LOSSES, OURS, SAYS, WEIGHT, Config, TextExperiment, against_paper, apart, compared, sizes_said, trained,
+)  # fmt: skip
 
 TABLE2 = {
     "transformer": {"CR": 86.2, "MR": 81.8, "SUBJ": 95.4, "MPQA": 89.9, "20NEWS": 83.6},
@@ -79,7 +80,7 @@ class Table2(TextExperiment):
         return [
             "CR, MR, SUBJ and MPQA have no splits of their own: 80/10/10 by lot, another one in every repetition, the "
             "same for all methods; the paper does not say how it splits. 20NEWS is by date, a tenth of its training "
-            "part is dev.",
+            "part is dev, the same tenth in all repetitions.",
             f"Texts are cut after {config.length} words (20NEWS with its headers: mean 284 words, longest 11 821).",
             sizes_said(config, "2 layers of width 300, 4 heads, GloVe of 300d, the rest not told"),
             "k is the root of the mean length, not of the longest: our blocks share out a text's own words, not its "
@@ -96,7 +97,7 @@ class Table2(TextExperiment):
                  and statistics.fmean(found) < -1]  # fmt: skip
         if any(lines):
             where = ", ".join(worse) or "none of them"
-            lines.append(f"ClusterFormer is more than one point worse than the Transformer on {where}.")
+            lines.append(f"In the mean ClusterFormer is more than one point worse than the Transformer on {where}.")
         return [line for line in lines if line]
 
 
@@ -104,7 +105,9 @@ PAIR_COLUMNS = (("SNLI", "SNLI", "accuracy"), ("SciTail", "SciTail", "accuracy")
                 ("map", "WikiQA", "map"), ("mrr", "WikiQA", "mrr"))  # fmt: skip
 TRAINED_ON_DEV = (
     "SNLI, SciTail and Quora are at hand as dev and test only: nine tenths of dev train, one tenth chooses the "
-    "weights (pairs that share a sentence stay together), test is judged (about 8 860 pairs of SNLI against 549 367, "
+    "weights, the same tenth in all repetitions (pairs with the same premise (SNLI), hypothesis (SciTail) or first "
+    "question (Quora) stay together; about 3, 1 and 10 % of these dev pairs still share another sentence with "
+    "training), test is judged (about 8 860 pairs of SNLI against 549 367, "
     "1 170 of SciTail against 23 596, 9 000 of Quora against some 384 000). Where a train file is there it is used."
 )
 
@@ -237,8 +240,9 @@ class Table4(TextExperiment):
                 beside(float(memory), chosen(rows, "memory_mib", clusters=k), 0),
                 beside(seconds, chosen(rows, "seconds_per_epoch", clusters=k)),
             ])  # fmt: skip
-        table.notes = ["Memory: the most that was allocated while training, on a GPU. The paper does not say what its "
-                       "seconds are of."]  # fmt: skip
+        table.notes = ["Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
+                       "Seconds: the median over the epochs after the first, without judgements; the paper does not "
+                       "say what its seconds are of."]  # fmt: skip
         return [table]
 
     def differences(self, config: Config) -> list[str]:
@@ -305,10 +309,10 @@ class Table5(TextExperiment):
         for name, which, key in self.columns:
             found = apart(rows, key, "Y/Y", "N/N", set=which)
             if found:
-                doubt = f" ± {statistics.stdev(found) / math.sqrt(len(found)):.1f}" if len(found) > 1 else ""
                 paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
-                gain = f"{statistics.fmean(found):+.1f}{doubt} points (paper {paper:+.1f})"
-                lines.append(f"{which} {key}: both losses bring {gain}.")
+                gain, verdict = lead(found)
+                told = against_paper(verdict, paper)
+                lines.append(f"{which} {key}: both losses bring {gain} points (paper {paper:+.1f}): {told}.")
         return lines
 
 

@@ -66,8 +66,8 @@ def read_splits(data: Path, columns: Sequence[str], *, seed: int = 0) -> Splits:
 
 def divided(found: Splits, *, seed: int = 0) -> Splits:
     """All three splits. A set that comes whole is cut 80/10/10 by lot; a test split without a dev split leaves
-    training a tenth less, for dev. Examples that share their text stay together, and so do pairs that share a question
-    or a premise: what is held out has not been seen."""
+    training a tenth less, for dev. Examples that share their text stay together. So do pairs that share the side that
+    is repeated more often, a question or a premise; on the other side training may know what is held out."""
     if "dev" in found:
         return found
     whole = found["train"]

@@ -19,8 +19,9 @@ from ..methods import MethodSpec
 from ..models import Answer
 from ..models.masked import MaskedLM
 from ._task import Batch, Figures, Task, classified, padded
-from .files import folder_of
+from .files import folder_of, inside
 from .glue import Glue, Piece, Splits, tokenised
+from .vocabulary import keep_tokenizer, kept_tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -60,15 +61,19 @@ class Masked(Task):
     @classmethod
     def read(cls, data: Path, *, length: int | None = None, seed: int = 0, **options: Any) -> Masked:
         """A text file, or a folder of .txt files, each a document (UTF-8, or latin-1). Files of Wikipedia's XML, also
-        .xz, are articles; their markup is taken off."""
+        .xz, are articles; their markup is taken off.
+
+        A twentieth of the text is dev, in stretches spread evenly over it, the same for every ``seed``; there is no
+        test split."""
         return cls(documents_in(Path(data)), **options, **({} if length is None else {"length": length}))
 
     def save(self, folder: Path) -> None:
-        self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        keep_tokenizer(folder, self.tokenizer, self.longest)
 
     @classmethod
     def restore(cls, folder: Path) -> Masked:
-        return cls([], need("tokenizers", "train").Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
+        tokenizer, length = kept_tokenizer(folder)
+        return cls([], tokenizer, length=length)
 
     def predict(self, model: nn.Module, inputs: Sequence[str]) -> list[str]:
         """Texts with [MASK] in them, filled in."""
@@ -212,10 +217,7 @@ def published(data: Path | None) -> list[str]:
     """The articles of enwik8 (a file, also its beginning, also .xz) and the books of Gutenberg under ``data``."""
     books = documents_in(folder_of(data, "gutenberg"))
     assert data is not None  # or folder_of would have said so
-    found = [path for depth in ("", "*/", "*/*/") for path in sorted(Path(data).glob(f"{depth}enwik8*"))]
-    if not found:
-        raise bad_value("enwik8 under --data", f"nothing of that name in {data}", "adding enwik8 or enwik8*.xz")
-    return documents_in(found[0]) + books
+    return documents_in(inside(Path(data), "enwik8*")) + books
 
 
 ARTICLE = re.compile(r"<text[^>]*>(.*?)</text>", re.DOTALL)

@@ -17,11 +17,11 @@ from ..models.text import Classifier, PairClassifier
 from ._task import Batch, Figures, Task, classified, padded
 from .labelled_files import Record, read_splits
 from .text_sets import text_set
-from .vocabulary import Vectors, Vocabulary, words_of
+from .vocabulary import ABOUT, Vectors, Vocabulary, words_of
 
 LONGEST = 8192  # words of a text that are read unless told otherwise
 AT_ONCE = 16  # texts in one call of ``predict``
-VOCABULARY, ABOUT = "vocabulary.json", "task.json"
+VOCABULARY = "vocabulary.json"
 Self = TypeVar("Self", bound="Labelled")
 
 
@@ -72,12 +72,18 @@ class Labelled(Task):
 
     @classmethod
     def read(cls: type[Self], data: Path, *, length: int | None = None, seed: int = 0) -> Self:
-        """A user's CSV, TSV or JSONL file with the columns of ``cls.columns``, or a folder of such files."""
+        """A user's CSV, TSV or JSONL file with the columns of ``cls.columns``, or a folder of such files.
+
+        Without a dev and a test file a tenth each is held out for them, by ``seed`` (80/10/10); with a test file alone
+        a tenth of the training file is dev."""
         return cls(read_splits(data, cls.columns, seed=seed), length=length)
 
     def save(self, folder: Path) -> None:
         self.vocabulary.save(Path(folder) / VOCABULARY)
-        about = {"task": self.name, "labels": self.labels, "length": self.limit, "typical": self.typical}
+        about = {
+            "task": self.name, "labels": self.labels, "length": self.limit, "typical": self.typical,
+            "width": None if self.start is None else self.start.shape[1],
+        }  # fmt: skip
         write_whole(Path(folder) / ABOUT, json.dumps(about, ensure_ascii=False, indent=1))
 
     @classmethod
@@ -86,6 +92,8 @@ class Labelled(Task):
         vocabulary = Vocabulary.load(Path(folder) / VOCABULARY)
         task = cls({}, length=about["length"], vocabulary=vocabulary, labels=about["labels"])
         task.typical = about["typical"]
+        if about["width"] is not None:  # room for the word vectors: they are among the weights
+            task.start = torch.zeros(len(vocabulary), about["width"])
         return task
 
     def model(self, method: MethodSpec, **sizes: Any) -> nn.Module:

@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from .._errors import check_choice
-from .files import folder_of
+from .files import folder_of, inside
 from .labelled_files import Record, Splits, divided, labelled_folders, text_of
 
 SENTENCES = {  # one sentence on a line: its label, a space, its words
@@ -26,15 +26,15 @@ def text_set(data: Path | None, name: str, *, seed: int = 0) -> Splits:
     """(text, label) of a public set under ``data``: its own splits, and by lot what they lack (see ``divided``)."""
     check_choice("text_set", "name", name, (*SENTENCES, *DOCUMENTS))
     if name in SENTENCES:
-        found = {split: _sentences(_inside(folder_of(data, "sentences"), file))
+        found = {split: _sentences(inside(folder_of(data, "sentences"), file))
                  for split, file in SENTENCES[name].items()}  # fmt: skip
     elif name == "20NEWS":
         home = folder_of(data, "20news")
-        found = {split: labelled_folders(_inside(home, f"20news-bydate-{split}"), keep=lambda path: path.name.isdigit())
+        found = {split: labelled_folders(inside(home, f"20news-bydate-{split}"), keep=lambda path: path.name.isdigit())
                  for split in ("train", "test")}  # fmt: skip
     elif name == "IMDB":
         home = folder_of(data, "imdb")
-        found = {split: [each for each in labelled_folders(_inside(home, split)) if each[1] in ("pos", "neg")]
+        found = {split: [each for each in labelled_folders(inside(home, split)) if each[1] in ("pos", "neg")]
                  for split in ("train", "test")}  # fmt: skip
     else:
         found = {"train": _hyperpartisan(folder_of(data, "hyperpartisan"))}
@@ -45,21 +45,11 @@ def pair_set(data: Path | None, name: str, *, seed: int = 0) -> Splits:
     """(text, text, label) of a public set. Where it comes without its training split, as SNLI, SciTail and Quora are
     handed around, dev is what there is to train on."""
     check_choice("pair_set", "name", name, PAIRS)
-    home = _inside(folder_of(data, "matching"), name.lower())
+    home = inside(folder_of(data, "matching"), name.lower())
     found = {path.stem: _tab_separated(path) for path in sorted(home.glob("*.txt"))}
     if "train" not in found:
         found["train"] = found.pop("dev")
     return divided(found, seed=seed)
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """A file or folder somewhere under ``folder``: archives differ in how deep they put things."""
-    if folder.name == name:
-        return folder
-    for depth in ("", "*/", "*/*/"):
-        for found in sorted(folder.glob(f"{depth}{name}")):
-            return found
-    raise FileNotFoundError(f"{name} is not in {folder}")
 
 
 def _sentences(path: Path) -> list[Record]:
@@ -74,6 +64,6 @@ def _tab_separated(path: Path) -> list[Record]:
 
 def _hyperpartisan(folder: Path) -> list[Record]:
     truth = {each.get("id"): each.get("hyperpartisan", "")
-             for each in ElementTree.parse(next(folder.rglob("ground-truth*.xml"))).getroot()}  # fmt: skip
-    articles = ElementTree.parse(next(folder.rglob("articles*.xml"))).getroot()
+             for each in ElementTree.parse(inside(folder, "ground-truth*.xml")).getroot()}  # fmt: skip
+    articles = ElementTree.parse(inside(folder, "articles*.xml")).getroot()
     return [(f"{each.get('title', '')}\n{''.join(each.itertext())}", truth[each.get("id")]) for each in articles]

@@ -16,6 +16,7 @@ from ..measure._extra import need
 from ..methods import MethodSpec
 from ..models.translator import Translator
 from ._task import Batch, Figures, Task, classified, padded
+from .vocabulary import keep_tokenizer, kept_tokenizer
 
 Pair = tuple[str, str]  # source and target, as people write them
 Example = tuple[Tensor, Tensor]  # their tokens, the source with its end, the target without
@@ -53,8 +54,11 @@ class Translate(Task):
         target: str | None = None, **options: Any,
     ) -> Translate:  # fmt: skip
         """A folder with train.SRC and train.TGT, and dev.* and test.* of the same endings, plain or .gz (Multi30k); a
-        folder with train.tsv …; or one .tsv file: source, tab, target. Without dev files a share of the training
-        pairs is held out. The endings decide the direction: alphabetical (de -> en, src -> tgt), or as told."""
+        folder with train.tsv …; or one .tsv file: source, tab, target. The endings decide the direction: alphabetical
+        (de -> en, src -> tgt), or as told.
+
+        Without dev files 5 % of the training pairs, at most 1000, are held out for it by ``seed``; without test files
+        there is no test split."""
         pairs = read_pairs(Path(data), source, target)
         if "dev" not in pairs:
             mixed = torch.randperm(len(pairs["train"]), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -64,11 +68,12 @@ class Translate(Task):
         return cls(pairs, **options, **({} if length is None else {"length": length}))
 
     def save(self, folder: Path) -> None:
-        self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        keep_tokenizer(folder, self.tokenizer, self.longest)
 
     @classmethod
     def restore(cls, folder: Path) -> Translate:
-        return cls({}, need("tokenizers", "train").Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
+        tokenizer, length = kept_tokenizer(folder)
+        return cls({}, tokenizer, length=length)
 
     def predict(self, model: nn.Module, inputs: Sequence[str], beam: int = 4) -> list[str]:
         """Translations, by beam search."""

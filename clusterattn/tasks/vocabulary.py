@@ -1,4 +1,4 @@
-"""Words as numbers: lower-cased words and punctuation, and a start from published word vectors."""
+"""Words as numbers: lower-cased words and punctuation, a start from published word vectors, kept tokenizers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..measure.rows import write_whole
 PADDING, UNKNOWN = 0, 1
 SPECIAL = ("<padding>", "<unknown>")
 MOST = 50_000
+ABOUT, TOKENIZER = "task.json", "tokenizer.json"  # in the folder of a saved task
 PIECE = re.compile(r"n't|'(?:s|re|ve|ll|d|m)\b|\w+|[^\w\s]")
 
 
@@ -97,3 +99,14 @@ class Vocabulary:
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
         return cls(tuple(json.loads(Path(path).read_text(encoding="utf-8"))["words"]))
+
+
+def keep_tokenizer(folder: Path, tokenizer: Any, length: int) -> None:
+    """What a task in word pieces needs to read new texts: its tokenizer, and where it cuts them."""
+    write_whole(Path(folder) / ABOUT, json.dumps({"length": length}))
+    write_whole(Path(folder) / TOKENIZER, tokenizer.to_str())
+
+
+def kept_tokenizer(folder: Path) -> tuple[Any, int]:
+    about = json.loads((Path(folder) / ABOUT).read_text(encoding="utf-8"))
+    return need("tokenizers", "train").Tokenizer.from_file(str(Path(folder) / TOKENIZER)), int(about["length"])
