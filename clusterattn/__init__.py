@@ -63,9 +63,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``ca.hf`` is imported when it is first used: it needs transformers, the rest of the library torch alone."""
-    if name == "hf":
+    """What needs more than torch is imported when it is first used: ``ca.hf`` transformers, ``ca.train`` accelerate."""
+    if name in ("hf", "models", "reproduce", "tasks", "train"):
         import importlib
 
-        return importlib.import_module(".hf", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

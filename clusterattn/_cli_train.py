@@ -30,7 +30,15 @@ def train(
     out: Annotated[
         Path, typer.Option(help="Folder of the trained model. A training that was interrupted goes on.")
     ] = Path("clusterattn-model"),
-    length: Annotated[int | None, typer.Option(min=2, help="Cut longer inputs here.", show_default=False)] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Cut longer inputs here (default: 8192 words for classify, 128 tokens for translate and masked; "
+            "speech leaves out what is longer).",
+            show_default=False,
+        ),
+    ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     layers: Annotated[int, typer.Option(min=1)] = 2,
@@ -48,8 +56,8 @@ def train(
 ) -> None:
     """Train a model with any attention on your own data: a model folder, its figures, a learning curve.
 
-    Killed at any moment, the same command goes on from the last checkpoint. Several GPUs or machines:
-    `accelerate launch -m clusterattn.cli train …`.
+    Killed at any moment, the same command goes on from the last checkpoint (an epoch or 20 s old at most).
+    Several GPUs or machines: `accelerate launch -m clusterattn.cli train …`.
 
     [bold]Examples[/]
 
@@ -71,6 +79,7 @@ def train(
         from .train import Settings, fit, judge, save
 
         need("accelerate", "train")
+        _folder_to_write(out)
         kind, chosen, where = task_named(task), _method(method), _best_device(device)
         settings = Settings(
             epochs=epochs, batch=batch, lr=lr, decay=decay, warmup=warmup, patience=patience, precision=precision,
@@ -132,6 +141,7 @@ def reproduce(
         from ._errors import bad_value
         from .reproduce import page, runner
 
+        _folder_to_write(out)
         found = papers.experiments()
         if listed:
             show_experiments(found)
@@ -165,9 +175,20 @@ def report(
     """
     with _plainly():
         _need_now("jinja2", "matplotlib")
+        from ._errors import bad_value
         from .reproduce.report import write_page
 
+        if out.is_dir():
+            raise bad_value("--out, a file to write", f"{out}, a folder", f"--out {out / 'results.html'}")
         typer.echo(str(write_page(results, out, command=_command())))
+
+
+def _folder_to_write(out: Path) -> None:
+    from ._errors import bad_value
+
+    if out.exists() and not out.is_dir():
+        raise bad_value("--out, a folder", f"{out}, a file", "another name")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _best_device(name: str) -> str:

@@ -150,7 +150,7 @@ class Method:
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:
-        fields = cls.__dataclass_fields__
+        fields = [each.name for each in dataclasses.fields(cls)]
         given = {name: value for name, value in settings.items() if name != "method"}
         strange = [name for name in given if name not in fields]
         if strange:

@@ -16,8 +16,8 @@ pytest.importorskip("safetensors")
 
 import numpy
 
-from clusterattn.reproduce._experiment import Context, lead
 from clusterattn.reproduce import _texts
+from clusterattn.reproduce._experiment import Context, lead
 from clusterattn.reproduce._texts import SAYS, against_paper, apart, compared, spec, task_losses, trained
 from clusterattn.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
 from clusterattn.tasks.files import folder_of, inside
@@ -236,7 +236,7 @@ def test_what_a_set_lacks_is_said_and_its_own_folder_is_found(tmp_path: Path) ->
         home = folder_of(data, "20news")
         assert home == tmp_path / "20news-bydate"
         assert inside(home, "20news-bydate-train") == home / "20news-bydate-train"
-    with pytest.raises(ValueError, match="wanted 20news-bydate-test in 20news-bydate.*try "):
+    with pytest.raises(ValueError, match=r"wanted 20news-bydate-test in 20news-bydate.*try "):
         text_set(tmp_path, "20NEWS")
     (tmp_path / "hyperpartisan").mkdir()
     with pytest.raises(ValueError, match="ground-truth"):
@@ -285,9 +285,8 @@ def test_accuracy_and_f1_by_hand() -> None:
 
 
 def test_a_ranking_wants_right_and_wrong() -> None:
-    task = Ranking({"dev": [("q", "a", "yes"), ("q", "b", "no")]})
-    with pytest.raises(ValueError, match="labels 0"):
-        judge(task, Said(0, 1, classes=2), "dev")
+    with pytest.raises(ValueError, match="labels 0"):  # before any training
+        Ranking({"dev": [("q", "a", "yes"), ("q", "b", "no")]})
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -463,7 +462,48 @@ def test_one_repetition_claims_no_error_and_no_verdict() -> None:
 
     assert "CR +2.0 (paper +1.9)" in told(0.02)
     assert told(0.02).endswith("no telling from one repetition on CR.")
-    assert told(0.02, 0.04, 0.03).endswith("CR +3.0 ± 0.6 (paper +1.9): at 95 % (Student's t) ahead on CR.")
+    assert told(0.02, 0.04, 0.03).endswith("CR +3.0 ± 0.6 (paper +1.9): ahead on CR.")
     assert told(-0.02, -0.04, -0.03).endswith("behind on CR.")
     assert told(0.05, -0.04, 0.0).endswith("not told apart on CR.")
     assert told(0.01, 0.03, 0.02).endswith("not told apart on CR.")  # 3.5 standard errors of three: t wants 4.3
+
+
+# ---------------------------------------------------------------------------------------------------- a user's slips
+
+
+def _table(tmp_path, name, *lines):
+    path = tmp_path / name
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_row_with_too_many_cells_is_refused(tmp_path):
+    good = [f"text {at},{'ab'[at % 2]}" for at in range(12)]
+    path = _table(tmp_path, "x.csv", "text,label", *good, "text, with a comma,a")
+    with pytest.raises(ValueError, match="unquoted comma"):
+        records(path, ("text", "label"))
+    trailing = _table(tmp_path, "y.csv", "text,label,,", *(f"{line},," for line in good))
+    assert len(records(trailing, ("text", "label"))) == 12
+
+
+def test_two_columns_that_could_be_the_label_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="one column for the label"):
+        records(_table(tmp_path, "x.csv", "text,sentiment,category", "a b,1,2"), ("text", "label"))
+
+
+def test_quotes_in_tsv_count_where_lines_do_not_fit_without(tmp_path):
+    quoted = _table(tmp_path, "x.tsv", "text\tlabel", '"two', 'lines"\ta', "one\tb")
+    assert records(quoted, ("text", "label")) == [("two\nlines", "a"), ("one", "b")]
+    plain = _table(tmp_path, "y.tsv", "text\tlabel", 'a "word\ta', "one\tb")
+    assert records(plain, ("text", "label"))[0] == ('a "word', "a")
+
+
+def test_ranking_wants_right_and_wrong_answers():
+    with pytest.raises(ValueError, match="right and wrong answers"):
+        ranked([0, 1], [0.5, 0.6], [1, 1])
+
+
+def test_one_string_is_not_a_list_of_inputs(tmp_path):
+    task = Classify({"train": [("a b", "x"), ("c d", "y")], "dev": [("a b", "x")], "test": [("c d", "y")]})
+    with pytest.raises(ValueError, match="a list of inputs"):
+        task.predict(task.model("exact", dim=8, heads=1, layers=1), "a b")

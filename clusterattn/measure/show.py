@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,10 @@ def show_trained(
         table.add_row(split, *(f"{told[title]:.4g}" for title in fitted.best))
     rich.print(table)
     counts = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
+    labels: Sequence[str] = getattr(task, "labels", ())
+    if labels:
+        more = " …" if len(labels) > 20 else ""
+        rich.print(f"labels: {_literal(', '.join(map(str, labels[:20])))}{more}", highlight=False)
     rich.print(f"{counts} examples; {fitted.steps} updates in {fitted.seconds:.0f} s", highlight=False)
     _show_written(written)
 
@@ -206,24 +211,45 @@ def _literal(text: str) -> str:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int], object]]:
-    """A bar on stderr, so that stdout stays clean for --json and pipes."""
+def progress() -> Iterator[Callable[..., object]]:
+    """A bar on stderr, so that stdout stays clean for --json and pipes; in a log file a line now and then.
+
+    It is told what is being done, of how many steps, and how many are done (else it counts).
+    """
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        yield _in_lines(console)
+        return
     parts = need("rich.progress")
     bar = parts.Progress(
         parts.TextColumn("{task.description}"),
         parts.BarColumn(),
         parts.MofNCompleteColumn(),
         parts.TimeElapsedColumn(),
-        console=_console(stderr=True),
+        console=console,
         transient=True,
     )
     with bar:
         task = bar.add_task("measuring", total=None)
         done = -1  # the step being announced has only begun
 
-        def tick(text: str, total: int) -> None:
+        def tick(text: str, total: int, so_far: int | None = None) -> None:
             nonlocal done
-            done += 1
+            done = done + 1 if so_far is None else so_far
             bar.update(task, completed=done, total=total, description=_literal(text))
 
         yield tick
+
+
+def _in_lines(console: Any, every: float = 15.0) -> Callable[..., object]:
+    """Progress for a log: one line at most every so many seconds."""
+    said, done = time.monotonic(), -1  # nothing is said of work that is soon over
+
+    def tick(text: str, total: int, so_far: int | None = None) -> None:
+        nonlocal said, done
+        done = done + 1 if so_far is None else so_far
+        if time.monotonic() - said >= every:
+            said = time.monotonic()
+            console.print(f"{done} of {total}: {_literal(text)}", highlight=False)
+
+    return tick

@@ -70,7 +70,8 @@ class MultiheadAttention(nn.Module):
         check_whole("MultiheadAttention", embed_dim=embed_dim, heads=heads, kv_heads=kv_heads)
         if embed_dim % heads or heads % kv_heads:
             got = f"embed_dim={embed_dim}, heads={heads}, kv_heads={kv_heads}"
-            raise bad_value("kv_heads that divide heads that divide embed_dim", got, "heads=embed_dim // 64")
+            advice = f"embed_dim={heads * -(-embed_dim // heads)}"
+            raise bad_value("kv_heads that divide heads that divide embed_dim", got, advice)
         self.method = as_method(method)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
         self.batch_first, self.causal, self.seed = batch_first, causal, seed

@@ -46,7 +46,7 @@ class Context:
     device: torch.device
     data: Path | None  # the user's folder of data sets
     work: Path  # this cell's own folder, for checkpoints: taken up again after an interruption
-    tick: Callable[[str, int], object] = lambda text, total: None  # progress: what is being done, of how many steps
+    tick: Callable[[str, int, int], object] = lambda text, total, done: None  # words, of how many steps, how many done
 
     def folder(self, name: str) -> Path:
         """A data set, or a sentence that says what is missing."""

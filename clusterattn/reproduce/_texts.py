@@ -232,8 +232,8 @@ def compared(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], publi
         return None
     words = "; ".join(f"{word} on {', '.join(names)}" for word, names in verdicts.items() if names)
     return (
-        f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean: {', '.join(said)}: at 95 % (Student's "
-        f"t) {words}."
+        f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean, verdicts at 95 % by Student's t: "
+        f"{', '.join(said)}: {words}."
     )
 
 

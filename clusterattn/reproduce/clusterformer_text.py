@@ -10,7 +10,18 @@ from ..measure import plots
 from ..measure.rows import Row
 from ._experiment import Cell, Context, Table, beside, chosen, lead, spread
 from ._texts import (
-    BUDGET, LOSSES, OURS, SAYS, WEIGHT, Config, TextExperiment, against_paper, apart, compared, sizes_said, trained,
+    BUDGET,
+    LOSSES,
+    OURS,
+    SAYS,
+    WEIGHT,
+    Config,
+    TextExperiment,
+    against_paper,
+    apart,
+    compared,
+    sizes_said,
+    trained,
 )  # fmt: skip
 
 TABLE2 = {

@@ -31,7 +31,8 @@ def write_page(results: Path, out: Path, command: str = "") -> Path:
 
 def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[str, Any]:
     """One experiment with what there is of it; its picture is added to the others."""
-    head = {"name": experiment.name, "place": experiment.place, "about": experiment.about, "cannot": experiment.cannot}
+    head = {"name": experiment.name, "place": experiment.place, "about": experiment.about, "cannot": experiment.cannot,
+            "needs": experiment.needs}  # fmt: skip
     found = best_scale(experiment, results)
     if found is None:
         return {**head, "scale": None}
@@ -53,7 +54,7 @@ def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[s
 
 def _file(path: Path) -> dict[str, Any] | None:
     """Any other file of rows: its plain columns, as they are."""
-    rows: list[Row] = [row for row in files.read(path) if isinstance(row, dict)]
+    rows = [_flat(row) for row in files.read(path) if isinstance(row, dict)]
     if not rows:
         return None
     columns = [name for name in dict.fromkeys(key for row in rows for key in row)
@@ -66,6 +67,13 @@ def _file(path: Path) -> dict[str, Any] | None:
         "more": max(len(rows) - MOST, 0),
         "where": where([row for row in rows if "environment" in row]),
     }
+
+
+def _flat(row: Row) -> Row:
+    """Measured numbers that stand together under one name, each in a column of its own."""
+    inner = {f"{name}: {key}": value for name, part in row.items() if isinstance(part, dict) and name != "environment"
+             and name != "settings" for key, value in part.items()}  # fmt: skip
+    return {**row, **inner}
 
 
 def _cell(value: Any) -> str:

@@ -26,7 +26,7 @@ from . import experiments
 from ._experiment import SCALES, Cell, Context, Experiment, as_dict
 
 THEME = "reproduce"
-Tick = Callable[[str, int], object]
+Tick = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def reproduce(
     jobs: int = 1,
     only: str | None = None,
     commit: str | None = None,
-    tick: Tick = lambda text, total: None,
+    tick: Tick = lambda text, total, done: None,
 ) -> Outcome:
     """Run what is missing of the named experiments; rows go to ``out`` as they come.
 
@@ -86,6 +86,10 @@ def reproduce(
     for each in made if scale != "smoke" else ():  # miss data before the work, not after it
         each.check(each.scales[scale], Context(torch.device(device), data, out))
     left = [work for each in made for work in missing(each, scale, out, only)]
+    named_so = [cell.name for each in made for cell in each.cells(each.scales[scale])]
+    if only is not None and not any(re.search(only, name) for name in named_so):
+        some = "; ".join(named_so[:: max(len(named_so) // 3, 1)][:3])
+        raise bad_value("--only, that finds a cell", repr(only), f"a part of a name like: {some}")
     around = files.environment(device)
     around["commit"] = commit or around["commit"]
     failed: dict[str, str] = {}
@@ -100,14 +104,19 @@ def reproduce(
         else:
             path = files.rows_path(out, f"{THEME}-{work.experiment}", device)
             files.append(path, *(_whole_row(work, row, around) for row in answer))
-        tick(f"{label} ({done} of {len(left)} cells)", len(left))
+        tick(label, len(left), done)
+
+    def inside(work: Work) -> Tick:
+        """The progress of a cell, told beside that of all."""
+        return lambda text, total, step: tick(f"{work.experiment}: {work.cell.name}: {text}", len(left), done)
 
     quiet = [work for work in left if named(work.experiment).alone]
     # short cells first: results are there early, and whatever is interrupted has most of its rows
     busy = sorted((work for work in left if work not in quiet), key=lambda work: work.cell.seconds)
-    for work, answer in _together(busy, data, device, jobs) if jobs > 1 and busy else _in_turn(busy, data, device):
+    together = jobs > 1 and len(busy) > 0
+    for work, answer in _together(busy, data, device, jobs) if together else _in_turn(busy, data, device, inside):
         finish(work, answer)
-    for work, answer in _in_turn(quiet, data, device):
+    for work, answer in _in_turn(quiet, data, device, inside):
         finish(work, answer)
     return Outcome({name: done_rows(named(name), scale, out) for name in names}, failed)
 
@@ -124,7 +133,7 @@ def done_rows(experiment: Experiment, scale: str, out: Path) -> list[Row]:
     made, print_of = source(experiment), fingerprint(source(experiment), scale)
     paths = sorted(Path(out).glob(f"{THEME}-{made.name}_*.jsonl"))
     rows = [row for path in paths for row in files.read(path)]
-    return [row for row in rows if row["scale"] == scale and row["config"] == print_of]
+    return [row for row in rows if row.get("scale") == scale and row.get("config") == print_of]
 
 
 def fingerprint(experiment: Experiment, scale: str) -> str:
@@ -139,9 +148,11 @@ def _whole_row(work: Work, row: Row, around: Row) -> Row:
     return {**head, **work.cell.settings, **row, "environment": around}
 
 
-def _in_turn(works: Sequence[Work], data: Path | None, device: str) -> Iterator[tuple[Work, list[Row] | str]]:
+def _in_turn(
+    works: Sequence[Work], data: Path | None, device: str, inside: Callable[[Work], Tick]
+) -> Iterator[tuple[Work, list[Row] | str]]:
     for work in works:
-        yield work, _do(work, data, device)
+        yield work, _do(work, data, device, inside(work))
 
 
 def _together(
@@ -167,14 +178,15 @@ def _begin(jobs: int) -> None:
     torch.set_num_threads(max((os.cpu_count() or 1) // jobs, 1))
 
 
-def _do(work: Work, data: Path | None, device: str) -> list[Row] | str:
+def _do(work: Work, data: Path | None, device: str, tick: Tick | None = None) -> list[Row] | str:
     """One cell, in whatever process this is: its rows, or how it failed."""
     experiment = named(work.experiment)
     folder = work_folder(work)
     if work.scale == "smoke":  # never worth going on with
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        rows = experiment.run(work.cell, experiment.scales[work.scale], Context(torch.device(device), data, folder))
+        where = Context(torch.device(device), data, folder, **({} if tick is None else {"tick": tick}))
+        rows = experiment.run(work.cell, experiment.scales[work.scale], where)
     except Exception:
         return traceback.format_exc()
     shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from .._errors import bad_value
-from ._task import Batch, Figures, Task, batches, classified, order, padded
+from ._task import Batch, Figures, Task, batches, classified, order, padded, several
 
 # the tasks that `clusterattn train` knows: name -> module and class, imported when asked for
 TASKS = {
@@ -26,4 +26,4 @@ def task_named(name: str) -> type[Task]:
     return found
 
 
-__all__ = ["TASKS", "Batch", "Figures", "Task", "batches", "classified", "order", "padded", "task_named"]
+__all__ = ["TASKS", "Batch", "Figures", "Task", "batches", "classified", "order", "padded", "several", "task_named"]

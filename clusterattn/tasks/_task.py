@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .._errors import bad_value
 from ..methods import MethodSpec
 from ..models import Answer
 
@@ -96,6 +97,13 @@ def order(task: Task, split: str, size: int, *, seed: int | None = None) -> list
         alike = sorted(pool, key=lambda at: task.length(examples[at]))
         cut += [alike[at : at + size] for at in range(0, len(alike), size)]
     return [cut[at] for at in torch.randperm(len(cut), generator=dice).tolist()]
+
+
+def several(inputs: Sequence[Any]) -> Sequence[Any]:
+    """Inputs to ``predict``; one string is a sequence too, of letters, and never what was meant."""
+    if isinstance(inputs, str):
+        raise bad_value("a list of inputs", f"the string {inputs[:40]!r}", "[text]")
+    return inputs
 
 
 def padded(rows: Sequence[Sequence[int] | Tensor], value: int = 0) -> tuple[Tensor, Tensor]:

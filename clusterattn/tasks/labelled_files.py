@@ -56,11 +56,12 @@ def read_splits(data: Path, columns: Sequence[str], *, seed: int = 0) -> Splits:
                 found[split] = records(path, columns)
             elif path.is_dir() and path.name.lower() in names and len(columns) == 2:
                 found[split] = labelled_folders(path)
-    if not found and len(columns) == 2:
+    if not found and len(columns) == 2 and any(path.is_dir() for path in data.iterdir()):
         found = {"train": labelled_folders(data)}
     if "train" not in found:
         got = f"{', '.join(sorted(each.name for each in data.iterdir())[:6]) or 'nothing'} in {data}"
-        raise bad_value("train.csv (or .tsv, .jsonl) in the folder", got, "naming the file itself")
+        layouts = "train.csv (or .tsv, .jsonl)" + (", or folders named like the labels," if len(columns) == 2 else "")
+        raise bad_value(f"{layouts} in the folder", got, "naming the file itself")
     return divided(found, seed=seed)
 
 
@@ -112,7 +113,8 @@ def records(path: Path, columns: Sequence[str]) -> list[Record]:
     elif suffix in DELIMITERS:
         found = list(_of_table(path, columns, DELIMITERS[suffix]))
     else:
-        raise bad_value("a file ending in .csv, .tsv, .txt or .jsonl", path.name, "another ending")
+        advice = "one object on each line, as .jsonl" if suffix == ".json" else "saving it as CSV"
+        raise bad_value("a file ending in .csv, .tsv, .txt or .jsonl", path.name, advice)
     if not found:
         raise bad_value(f"rows in {path.name}", "none", "another file")
     return found
@@ -142,23 +144,35 @@ def _of_table(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[Re
         return
     heading = [name.strip().lower() for name in rows[0][1]]
     places = [next((heading.index(name) for name in NAMES[column] if name in heading), None) for column in columns]
+    others = [name for name in NAMES[columns[-1]] if name in heading]
+    if len(others) > 1 and columns[-1] not in heading:
+        wanted = f"one column for the {columns[-1]} in {path.name}"
+        raise bad_value(wanted, ", ".join(others), f"calling the right one {columns[-1]}")
     if None not in places:
         rows = rows[1:]
     else:
         places = list(_places_without_heading(path, rows, columns))
     for number, row in rows:
-        if len(row) < len(columns):
-            raise _bad_line(path, number, f"the columns {', '.join(columns)}", f"{len(row)} of them")
+        if (len(row) != len(heading) and "".join(row[len(heading) :]).strip()) or len(row) < len(columns):
+            why = " (an unquoted comma?)" if delimiter == "," and len(row) > len(heading) else ""
+            raise _bad_line(path, number, f"{len(heading)} cells", f"{len(row)}{why}")
         chosen = [row[place] if place is not None and place < len(row) else "" for place in places]
         yield _checked(path, number, columns, chosen)
 
 
 def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Lines and their numbers. TSV has no quotes; a CSV field may hold a whole book."""
+    """Lines and their numbers. TSV has no quotes, unless its lines make rows of one width only with them; a CSV field
+    may hold a whole book."""
     lines = text_of(path).split("\n")
     if delimiter == "\t":
-        yield from ((at, line.rstrip("\r").split("\t")) for at, line in enumerate(lines, start=1) if line.strip())
-        return
+        plain = [(at, line.rstrip("\r").split("\t")) for at, line in enumerate(lines, start=1) if line.strip()]
+        quoted = list(_quoted(lines, delimiter)) if len({len(row) for _, row in plain}) > 1 else plain
+        yield from quoted if len({len(row) for _, row in quoted}) == 1 else plain
+    else:
+        yield from _quoted(lines, delimiter)
+
+
+def _quoted(lines: Sequence[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     before = csv.field_size_limit(sys.maxsize)
     try:
         reader, number = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter), 1
@@ -175,7 +189,8 @@ def _places_without_heading(path: Path, rows: Sequence[tuple[int, list[str]]], c
     width = len(rows[0][1])
     if width != len(columns):
         got = f"the columns {', '.join(rows[0][1])[:200]}"
-        raise bad_value(f"columns named {', '.join(columns)} in {path.name}", got, "a first line with these names")
+        advice = "commas between the cells" if ";" in rows[0][1][0] else "a first line with these names"
+        raise bad_value(f"columns named {', '.join(columns)} in {path.name}", got, advice)
     values = [[row[at] for _, row in rows if len(row) == width] for at in range(width)]
     label = min(range(width), key=lambda at: (len(set(values[at])), sum(map(len, values[at]))))
     if len(rows) >= ENOUGH_TO_TELL and rows[0][1][label] not in values[label][1:]:

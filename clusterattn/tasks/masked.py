@@ -18,9 +18,10 @@ from ..measure._extra import need
 from ..methods import MethodSpec
 from ..models import Answer
 from ..models.masked import MaskedLM
-from ._task import Batch, Figures, Task, classified, padded
+from ._task import Batch, Figures, Task, classified, padded, several
 from .files import folder_of, inside
 from .glue import Glue, Piece, Splits, tokenised
+from .labelled_files import JSON_LINES, records
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -78,7 +79,9 @@ class Masked(Task):
     def predict(self, model: nn.Module, inputs: Sequence[str]) -> list[str]:
         """Texts with [MASK] in them, filled in."""
         device, training = next(model.parameters()).device, model.training
-        ids = [found.ids[: self.longest] for found in self.tokenizer.encode_batch(list(inputs))]
+        ids = [found.ids[: self.longest] for found in self.tokenizer.encode_batch(list(several(inputs)))]
+        if ids and not any(MASK in each for each in ids):
+            raise bad_value("[MASK] where a word is to be filled in", inputs[0], '"the [MASK] ran"')
         tokens, real = (each.to(device) for each in padded(ids, PAD))
         with torch.no_grad():
             model.eval()
@@ -201,10 +204,12 @@ class FineTuning(Glue):
 
 
 def documents_in(data: Path) -> list[str]:
-    """Of a file, or of every .txt, .xml and .xz file of a folder."""
+    """Of a file, or of every .txt, .xml and .xz file of a folder; of a table, the column text."""
     if data.is_dir():
         files = sorted(each for each in data.iterdir() if each.suffix in (".txt", ".xml", ".xz"))
         return [text for each in files for text in documents_in(each)]
+    if data.suffix.lower() in (".csv", ".tsv", *JSON_LINES):
+        return [text for (text,) in records(data, ("text",))]
     raw = lzma.decompress(data.read_bytes()) if data.suffix == ".xz" else data.read_bytes()
     try:
         text = raw.decode()

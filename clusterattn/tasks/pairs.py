@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -41,9 +42,12 @@ class Ranking(Pairs):
     name: ClassVar[str] = "ranking"
     figure: ClassVar[str] = "map"
 
-    def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         if self.labels != ["0", "1"]:
             raise bad_value("labels 0 (wrong) and 1 (right)", ", ".join(self.labels), "the task pairs, for accuracy")
+
+    def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
         said, right, question = self._answers(model, batches)
         found = ranked(question.tolist(), (said[:, 1] - said[:, 0]).tolist(), right.tolist())
         return {**found, "accuracy": (said.argmax(-1) == right).double().mean().item()}
@@ -61,5 +65,7 @@ def ranked(questions: Sequence[int], scores: Sequence[float], right: Sequence[in
         if 0 < len(found) < len(each):
             precisions.append(sum(at / rank for at, rank in enumerate(found, start=1)) / len(found))
             reciprocals.append(1 / found[0])
-    count = max(len(precisions), 1)
-    return {"map": sum(precisions) / count, "mrr": sum(reciprocals) / count}
+    if not precisions:
+        wanted = "a question that has right and wrong answers"
+        raise bad_value(wanted, f"none among {len(lists)}", "several answers to each question, or the task pairs")
+    return {"map": statistics.fmean(precisions), "mrr": statistics.fmean(reciprocals)}

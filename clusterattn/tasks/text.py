@@ -14,7 +14,7 @@ from .._errors import bad_value
 from ..measure.rows import write_whole
 from ..methods import MethodSpec
 from ..models.text import Classifier, PairClassifier
-from ._task import Batch, Figures, Task, classified, padded
+from ._task import Batch, Figures, Task, classified, padded, several
 from .labelled_files import Record, read_splits
 from .text_sets import text_set
 from .vocabulary import ABOUT, Vectors, Vocabulary, words_of
@@ -141,7 +141,7 @@ class Labelled(Task):
         device, training = next(model.parameters()).device, model.training
         model.eval()
         said: list[tuple[str, float]] = []
-        for at in range(0, len(inputs), AT_ONCE):
+        for at in range(0, len(several(inputs)), AT_ONCE):
             batch = self.collate([Example(self._numbers(each), 0) for each in inputs[at : at + AT_ONCE]])
             chances = model(batch["tokens"].to(device), batch["key_mask"].to(device)).logits.float().softmax(-1)
             best, which = chances.max(-1)

@@ -48,7 +48,7 @@ def pair_set(data: Path | None, name: str, *, seed: int = 0) -> Splits:
     home = inside(folder_of(data, "matching"), name.lower())
     found = {path.stem: _tab_separated(path) for path in sorted(home.glob("*.txt"))}
     if "train" not in found:
-        found["train"] = found.pop("dev")
+        found["train"] = found.pop("dev") if "dev" in found else _tab_separated(inside(home, "train.txt"))
     return divided(found, seed=seed)
 
 

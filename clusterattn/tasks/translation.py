@@ -15,7 +15,7 @@ from .._errors import bad_value
 from ..measure._extra import need
 from ..methods import MethodSpec
 from ..models.translator import Translator
-from ._task import Batch, Figures, Task, classified, padded
+from ._task import Batch, Figures, Task, classified, padded, several
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
 Pair = tuple[str, str]  # source and target, as people write them
@@ -82,7 +82,7 @@ class Translate(Task):
         training = model.training
         with torch.no_grad():
             model.eval()
-            for at in range(0, len(inputs), 64):
+            for at in range(0, len(several(inputs)), 64):
                 source, mask = padded([self._source(ids) for ids in self._encoded(inputs[at : at + 64])], PADDING)
                 said += self._said(model, source.to(device), mask.to(device), beam)
         model.train(training)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from . import checkpoint
 from .graphs import DRAWS, Replayed
 from .settings import Settings
 
-Tick = Callable[[str, int], object]
+Tick = Callable[[str, int, int], object]  # words, of how many updates, how many are done
 STATE, BEST = "state.safetensors", "best.safetensors"
 SAVE_EVERY = 20.0  # seconds at least between two checkpoints: what a crash may cost, against what writing costs
 
@@ -55,8 +56,8 @@ def fit(
     """Train on the task's "train" split, judge on "dev", keep the best weights.
 
     folder   checkpoints; a training that was interrupted is taken up where it was last saved, to the same end
-    device   "cpu", "cuda" or "cuda:1"; by default the fastest there is. Under `accelerate launch` every process has its own
-    tick     called with words and the number of steps in all, once for every update
+    device   "cpu", "cuda" or "cuda:1"; by default the fastest. Under `accelerate launch` every process has its own
+    tick     called after every update with words, the number of updates in all and of those done
     """
     settings = settings or Settings()
     return _Training(task, model, settings, Path(folder) if folder else None, device, tick).run()
@@ -151,7 +152,7 @@ class _Training:
             total += self._update(batch)
             self.step += 1
             if self.tick is not None:
-                self.tick(self._words(), self.steps)
+                self.tick(self._words(), self.steps, self.step)
         if self.processes > 1:
             total = self.accelerator.reduce(total, "mean")
         mean = float(total) / max(self.step - first, 1)  # also waits for the device
@@ -261,29 +262,32 @@ class _Training:
         if self.folder is not None and self.accelerator.is_main_process:
             progress = {name: getattr(self, name) for name in PROGRESS}
             # the best first: a state must find the weights that it speaks of
-            checkpoint.write(self.folder / BEST, self.kept, None, {}, self._recipe())
-            checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress, self._recipe())
+            checkpoint.write(self.folder / BEST, self.kept, None, {}, self._recipe)
+            checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress, self._recipe)
         self.saved = time.monotonic()
 
     def _resume(self) -> None:
         if self.folder is None or not (self.folder / STATE).exists():
             return
-        progress = checkpoint.read(self.folder / STATE, self.plain, self.optimizer, self._recipe())
+        progress = checkpoint.read(self.folder / STATE, self.plain, self.optimizer, self._recipe)
         for name in PROGRESS:
             setattr(self, name, progress[name])
         self.kept = checkpoint.weights(self.folder / BEST)
+        if self.tick is not None:
+            self.tick(f"going on from step {self.step}", self.steps, self.step)
 
+    @functools.cached_property
     def _recipe(self) -> str:
         """What must be the same for a training to go on: model, data and settings. When to stop may change, unless the
         learning rate depends on it."""
         free = [name for name in WHEN_TO_STOP if self.settings.decay != "linear" or name not in ("steps", "epochs")]
         same = {name: value for name, value in asdict(self.settings).items() if name not in free}
-        examples = self.task.splits["train"]
-        probe = self.task.collate([examples[0], examples[-1]])
-        data = [(name, tuple(each.shape), float(each.double().sum())) for name, each in sorted(probe.items())]
-        sizes = {name: len(each) for name, each in self.task.splits.items()}
-        told = repr((same, sizes, data, self.task.name, repr(self.plain)))
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        told = hashlib.sha256(repr((same, self.task.name, repr(self.plain))).encode())
+        for split, examples in sorted(self.task.splits.items()):
+            told.update(split.encode())
+            for at in range(len(examples)):
+                _feed(told, examples[at])
+        return told.hexdigest()[:16]
 
     def _end(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -311,6 +315,20 @@ def _accelerator(precision: str, device: torch.device | str | None, partly: bool
         torch.cuda.set_device(wanted)
     cpu = wanted is not None and wanted.type == "cpu"
     return accelerate.Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
+
+
+def _feed(told: Any, value: Any) -> None:
+    """An example, whatever it is made of, into a hash."""
+    if isinstance(value, Tensor):
+        told.update(repr((value.shape, value.dtype)).encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _feed(told, each)
+    elif is_dataclass(value):
+        for each in fields(value):
+            _feed(told, getattr(value, each.name))
+    else:
+        told.update(repr(value).encode())
 
 
 def _mixed(*numbers: int) -> int:
