@@ -31,7 +31,7 @@ class NeuralClustering:
     keep         weight of a loss for what W^C forgets, |x - x W W'|² over unit vectors x
     similarity   "cosine", or "inner" as in the paper
     sharpness    factor of the similarity inside the subordinate matrix U (eq. 2)
-    printed      follow eqs. 2, 3, 4 and 6 to the letter, see below
+    printed      assign and update as eqs. 2, 3 and 4 are printed, see below
     device, seed the answer depends on nothing else; by default where X is
 
     Afterwards: cluster_centers_ (clusters features), labels_, projection_ (features dim), centroids_ (clusters dim),

@@ -233,4 +233,17 @@ def test_table_6_runs_for_every_method(tmp_path: Path) -> None:
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
     assert any("k-means" in line for line in experiment.findings(rows, config))
+    assert any(cell.name.startswith("neural clustering, eqs. 2 to 6 as printed, k=4") for cell in cells)  # rows on disk
+    assert first.columns[-1] == "neural clustering, assignment and update as in eqs. 2 to 4, cosine"
     assert any("MNIST" in line for line in experiment.differences(config))
+
+
+def test_table_6_contradicts_the_paper_only_where_the_paper_has_a_lead() -> None:
+    scores = {"neural": 0.80, "kmeans": 0.81, "som": 0.79, "spherical": 0.8, "printed": 0.5}
+    rows = [{"method": method, "k": k, "seed": seed, "accuracy": score + seed / 1000} for k in (10, 50)
+            for method, score in scores.items() for seed in range(3)]  # fmt: skip
+    said = Table6().findings(rows, Table6.scales["small"])
+    assert "against k-means, points of test accuracy: -1.0 ± 0.0 at k = 10 (behind), -1.0" in said[0]
+    assert said[1] == "Unlike in the paper, it is not ahead of k-means at k = 10."  # at 50 they are level there
+    assert not any("not ahead of SOM" in line for line in said)
+    assert said[-1] == "With assignment and update as in eqs. 2 to 4, cosine, it falls behind k-means at k = 10, 50."

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason='needs the extra "train"')
 pytest.importorskip("accelerate", reason='needs the extra "train"')
 
 from clusterattn.hf import register
+from clusterattn.models import Answer
 from clusterattn.models.pretrained import Pretrained, answering_with, encoder, tiny
 from clusterattn.tasks import batches, glue
 from clusterattn.tasks.glue import INVENTED, PIECES, Glue, Text, opened, said
@@ -209,6 +210,23 @@ def test_numbers_are_learned_too(weights: str) -> None:
     logits, labels = said(model, [next(batches(made, "train", 4))])
     assert float(loss.detach()) == pytest.approx(float((logits[:, 0].detach() - labels).square().sum()), rel=1e-5)
     assert int(count) == 4
+
+
+def test_a_number_s_loss_has_the_method_s_own_too(weights: str) -> None:
+    class Answers(torch.nn.Module):
+        def forward(self, **_: Tensor) -> Answer:
+            return Answer(torch.zeros(4, 1), torch.tensor(0.5))
+
+    made = task(weights, "stsb")
+    batch = next(batches(made, "train", 4))
+    loss, _ = made.loss(Answers(), batch)
+    assert float(loss) == pytest.approx(float(batch["labels"].square().sum()) + 0.5 * 4)
+
+
+def test_a_model_says_what_it_attends_with(weights: str) -> None:
+    told = {repr(task(weights).model(method, pool=pool)) for method in ("exact", "clustered:clusters=2")
+            for pool in ("first", "mean")}  # fmt: skip
+    assert len(told) == 4
 
 
 def test_another_attention_for_a_while(weights: str) -> None:

@@ -152,13 +152,15 @@ def test_what_is_trained_with_full_is_also_swapped(smoked: dict[str, list[Row]])
 def test_the_ablation_is_confirmed_or_not() -> None:
     def findings(asymmetric: float) -> str:
         scores = {"full": 0.9, "smyrf (asymmetric)": asymmetric, "e2lsh": 0.85, "cross-polytope": 0.85}
-        rows = [{"trained": name, "method": name, "accuracy": score + seed / 1000} for name, score in scores.items()
-                for seed in range(3)]  # fmt: skip
+        rows = [{"trained": name, "method": name, "seed": seed, "accuracy": score + seed / 10 + seed * score / 1000}
+                for name, score in scores.items() for seed in range(3)]  # fmt: skip
         return " ".join(Imdb().findings(rows, Imdb.scales["small"]))
 
-    assert "+4.0 ± 0.1 points ahead of e2lsh, as in the rebuttal (+4.4)" in findings(0.89)
-    assert "+0.0 ± 0.1 points ahead of e2lsh, which does not confirm the rebuttal" in findings(0.85)
-    assert "Trained with e2lsh: -5.0 ± 0.1 points accuracy against full." in findings(0.85)
+    told = findings(0.89)  # seeds differ by far more than methods, and are compared one by one
+    assert "against e2lsh: +4.0 ± 0.0 points accuracy (ahead), as in the rebuttal (+4.4)" in told
+    told = findings(0.85)
+    assert "against e2lsh: +0.0 ± 0.0 points accuracy (not told apart), which does not confirm the rebuttal" in told
+    assert "Trained with e2lsh, against full: -5.0 ± 0.0 points accuracy (behind)." in told
 
 
 def test_the_block_has_the_published_shape_and_the_wanted_sharpness() -> None:

@@ -17,8 +17,8 @@ pytest.importorskip("safetensors")
 import numpy
 
 from clusterattn.reproduce import _texts
-from clusterattn.reproduce._experiment import Context, lead
-from clusterattn.reproduce._texts import SAYS, against_paper, apart, compared, spec, task_losses, trained
+from clusterattn.reproduce._experiment import Context, apart, lead
+from clusterattn.reproduce._texts import SAYS, against_paper, compared, spec, task_losses, trained
 from clusterattn.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
 from clusterattn.tasks.files import folder_of, inside
 from clusterattn.tasks.labelled_files import divided, read_splits, records

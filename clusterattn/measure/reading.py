@@ -132,12 +132,15 @@ def read_wav(path: str | Path) -> tuple[Tensor, int]:
             wide, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             data = file.readframes(file.getnframes())
     except (OSError, EOFError, wave.Error) as error:
-        raise bad_value("a PCM .wav file", f"{path} ({error})", "16-bit PCM, for instance by sox or ffmpeg") from None
+        got = f"{path} ({error or 'cut off'})"
+        raise bad_value("a PCM .wav file", got, "16-bit PCM, for instance by sox or ffmpeg") from None
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     if wide not in kinds:
         raise bad_value("8, 16 or 32 bits a sample", f"{8 * wide} in {path}", "16-bit PCM")
     if not data:
         raise bad_value("a .wav file with sound in it", f"{path}, which is empty", "leaving it out")
+    if len(data) % (wide * channels):
+        raise bad_value("a whole .wav file", f"{path}, which is cut off", "copying it again")
     sound = torch.frombuffer(bytearray(data), dtype=kinds[wide]).double()
     sound = (sound - 128) / 128 if wide == 1 else sound / 2 ** (8 * wide - 1)
     return sound.view(-1, channels).mean(-1).float(), rate

@@ -122,6 +122,18 @@ def spread(ours: Sequence[float], digits: int = 1, times: float = 1.0) -> str:
     return mean if len(ours) == 1 else f"{mean} ± {times * statistics.stdev(ours):.{digits}f}"
 
 
+def apart(
+    rows: Sequence[Row], key: str, one: str, other: str, *, times: float = 100, **where: Any
+) -> list[float]:
+    """Differences in points between two methods, repetition by repetition: the same split, the same seed."""
+    values = [
+        {row["seed"]: row[key] for row in rows
+         if row["method"] == method and key in row and all(row[name] == value for name, value in where.items())}
+        for method in (one, other)
+    ]  # fmt: skip
+    return [times * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
+
+
 def lead(differences: Sequence[float], digits: int = 1) -> tuple[str, str]:
     """("+1.2 ± 0.4", "ahead"): mean and standard error of the differences between runs that share all else (seed,
     split), and by Student's t at 95 % "ahead", "behind" or "not told apart"; "" for one difference alone."""

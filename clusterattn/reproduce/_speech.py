@@ -120,6 +120,10 @@ class Trained(Experiment):
 
     needs = ("an4",)
 
+    def check(self, config: Config, context: Context) -> None:
+        if config.data is not None:
+            context.folder(config.data)
+
     def cells(self, config: Config) -> list[Cell]:
         wanted = [(name, config.layers, seed) for seed in config.seeds for name in config.trained]
         wanted += [(name, layers, config.seeds[0]) for name, layers in config.also]

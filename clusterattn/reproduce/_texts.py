@@ -24,7 +24,7 @@ from ..tasks.text import Classify, Labelled
 from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, lead
+from ._experiment import Cell, Context, Experiment, apart, lead
 
 SAYS = {
     "transformer": "Transformer", "reformer": "Reformer", "routing": "Routing Transformer",
@@ -202,18 +202,6 @@ BUDGET = (
     "that take 2w; improved and refined (where shown) k clusters and top 2w."
 )
 LOSSES = f"ClusterFormer's loss weights, not told in the paper, are mu = nu = {WEIGHT} on cosine similarities."
-
-
-def apart(
-    rows: Sequence[Row], key: str, one: str, other: str, *, times: float = 100, **where: Any
-) -> list[float]:
-    """Differences in points between two methods, repetition by repetition: the same split, the same seed."""
-    values = [
-        {row["seed"]: row[key] for row in rows
-         if row["method"] == method and key in row and all(row[name] == value for name, value in where.items())}
-        for method in (one, other)
-    ]  # fmt: skip
-    return [times * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
 
 
 def compared(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], published: Mapping[str, Mapping[str, float]],

@@ -201,8 +201,8 @@ def maps(model: Any, reads: Any, pair: Asked, config: Config) -> list[Row]:
 def agreement(model: Any, reads: Any, pairs: Sequence[Asked], config: Config, context: Context) -> list[Row]:
     """A row for each method: how its maps compare with full attention's."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in config.methods if name != FULL}
-    for pair in pairs:
-        context.tick("looking at questions", len(pairs))
+    for done, pair in enumerate(pairs):
+        context.tick("looking at questions", len(pairs), done)
         for layer in looked(model, reads, pair, config.length):
             exact = layer.weights("exact")
             for name, total in sums.items():

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..measure import plots
 from ..measure.rows import Row
 from ..methods import method as as_method
-from ._experiment import Table, beside, chosen, lead, spread
+from ._experiment import Table, apart, beside, chosen, lead, spread
 from ._speech import DEEP, HISTORY, PAPER, SMALL, SMOKE, TRAINED, Config, Trained, fits, spec
 
 # Table 1: validation phone error rates in percent, by (evaluated with, trained with); improved is their i-clustered
@@ -208,26 +208,19 @@ def trained_findings(
     rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]], unit: str
 ) -> list[str]:
     """Errors only, by seed: models that trained side by side say nothing of their speed."""
-    tested = {name: {row["seed"]: 100 * row["test"] for row in of_its_own(rows, config, name)}
-              for name in config.trained}  # fmt: skip
+    tested = [{**row, "method": name} for name in config.trained for row in of_its_own(rows, config, name)]
     lines = []
     for one, other in COMPARED:
-        if leads := saved(tested, one, other):
+        if saved := apart(tested, "test", other, one):
             theirs = published[other][0] - published[one][0] if one in published and other in published else None
-            text, verdict = lead(leads, 2)
-            told = _against_paper(verdict, leads, theirs)
+            text, verdict = lead(saved, 2)
+            told = _against_paper(verdict, saved, theirs)
             lines.append(f"{one} saves {text} points of error rate on test against {other} ({told}).")
     if lines:
         full, improved = (published[name][1] for name in ("full", "improved-100"))
         lines.append(f"Whether improved is faster per epoch, as in the paper ({improved:g} {unit}, full {full:g} "
                      f"{unit}), is not said: models may have trained several at a time here.")  # fmt: skip
     return lines
-
-
-def saved(losses: dict[str, dict[int, float]], one: str, other: str) -> list[float]:
-    """By how much ``one`` is below ``other``, seed by seed."""
-    ours, theirs = losses.get(one, {}), losses.get(other, {})
-    return [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
 
 
 def _against_paper(verdict: str, ours: Sequence[float], theirs: float | None) -> str:
@@ -344,16 +337,16 @@ class Figure7(Shown):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         """In the paper improved converges faster than clustered, and both faster than lsh."""
-        ends = {name: {row["seed"]: row["history"][-1][LOSS] for row in self.told(rows, config, name)}
-                for name in config.trained}  # fmt: skip
-        means = {name: statistics.fmean(each.values()) for name, each in ends.items() if each}
-        if not means:
+        ends: list[Row] = [{"method": name, "seed": row["seed"], "loss": row["history"][-1][LOSS]}
+                           for name in config.trained for row in self.told(rows, config, name)]  # fmt: skip
+        if not ends:
             return []
+        means = {name: statistics.fmean(each) for name in config.trained if (each := chosen(ends, "loss", method=name))}
         least = ", ".join(f"{name} {means[name]:.3f}" for name in sorted(means, key=means.__getitem__))
         lines = [f"Training loss at the end, by as many updates of the same size for all, least first: {least}."]
         for one, other in CONVERGED:
-            if leads := saved(ends, one, other):
-                text, verdict = lead(leads, 3)
+            if saved := apart(ends, "loss", other, one, times=1):
+                text, verdict = lead(saved, 3)
                 told = verdict or "one run"
                 lines.append(f"{one} ends {text} nats below {other} ({told}); in the paper it converges faster.")
         lines.append("By wall clock they are drawn, not compared: models may have trained several at a time.")

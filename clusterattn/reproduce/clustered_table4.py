@@ -16,7 +16,7 @@ from ..tasks import batches, order
 from ..tasks.glue import PIECES, Glue, opened, said
 from ..train import Fitted, Settings, fit
 from ..train.loop import moved
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
 
 EXACT = "full"
 
@@ -95,7 +95,8 @@ PUBLISHED = {  # RoBERTa-base; top = 32
                             "sst2": 0.947, "stsb": 0.900, "wnli": 0.437, "squad": 0.876},
 }  # fmt: skip
 MANY = 500  # examples from which on a point is more than a handful of answers
-BAR = 0.01
+BAR = 1.0  # point
+MUCH = 5.0  # points
 
 
 class ClusteredTable4(Experiment):
@@ -204,45 +205,40 @@ class ClusteredTable4(Experiment):
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         small = config.tops[-1]
         refined, clustered = f"refined-{config.clusters}, top {small}", f"clustered-{config.clusters}"
-        lost = {name: {piece: self._lost(rows, piece, name) for piece in config.pieces} for name in config.methods}
-        there = [piece for piece in config.pieces if lost[refined][piece]]
+        gained = {name: {piece: apart(rows, "score", name, EXACT, piece=piece) for piece in config.pieces}
+                  for name in config.methods}  # fmt: skip
+        there = [piece for piece in config.pieces if gained[refined][piece]]
         if not there:
             return []
         many = [piece for piece in there if _count(rows, piece) >= MANY]
         told = []
         if many:
-            means = {piece: statistics.fmean(lost[refined][piece]) for piece in many}
-            kept = [piece for piece in many if means[piece] <= BAR]
-            words = ", ".join(f"{PIECES[piece].title} {_points(means[piece])}" for piece in many)
+            kept = [piece for piece in many if statistics.fmean(gained[refined][piece]) >= -BAR]
+            words = ", ".join(_told(piece, gained[refined][piece]) for piece in many)
             told.append(
                 f"{refined} stays within 1 point of full on {len(kept)} of {len(many)} tasks of {MANY} examples or "
                 f"more (points against full: {words})."
             )
         for name in (clustered, f"clustered-{config.fewer}"):
-            words = ", ".join(f"{PIECES[p].title} {_points(statistics.fmean(lost[name][p]))}" for p in there)
+            words = ", ".join(_told(piece, gained[name][piece]) for piece in there)
             told.append(f"{name}, points against full: {words}.")
         pairs = [piece for piece in there if PIECES[piece].pairs and piece in PUBLISHED[clustered]] \
             if clustered in PUBLISHED else []  # fmt: skip
         for piece in pairs:
-            theirs = PUBLISHED[EXACT][piece] - PUBLISHED[clustered][piece]
-            ours = statistics.fmean(lost[clustered][piece])
-            if (theirs > 0.05) != (ours > 0.05):
+            theirs = 100 * (PUBLISHED[EXACT][piece] - PUBLISHED[clustered][piece])
+            ours = 0.0 - statistics.fmean(gained[clustered][piece])
+            if (theirs > MUCH) != (ours > MUCH):
                 told.append(
-                    f"{PIECES[piece].title} contradicts the paper: {clustered} loses {100 * ours:.1f} points here, "
-                    f"{100 * theirs:.1f} there."
+                    f"{PIECES[piece].title} contradicts the paper: {clustered} loses {ours:.1f} points here, "
+                    f"{theirs:.1f} there."
                 )
         return told
 
-    @staticmethod
-    def _lost(rows: Sequence[Row], piece: str, name: str) -> list[float]:
-        """Score of full less the method's, seed by seed."""
-        by_seed = [{row["seed"]: row["score"] for row in rows if row["piece"] == piece and row["method"] == which}
-                   for which in (EXACT, name)]  # fmt: skip
-        return [by_seed[0][seed] - by_seed[1][seed] for seed in by_seed[0] if seed in by_seed[1]]
 
-
-def _points(lost: float) -> str:
-    return f"{round(-100 * lost, 1) + 0.0:+.1f}"
+def _told(piece: str, gained: Sequence[float]) -> str:
+    """"MRPC -0.5 ± 0.1 (behind)"."""
+    text, verdict = lead(gained)
+    return f"{PIECES[piece].title} {text}" + (f" ({verdict})" if verdict else "")
 
 
 def _count(rows: Sequence[Row], piece: str) -> int:
@@ -260,7 +256,7 @@ def approximated(
     rows: list[Row] = []
     exact = None
     for name, method in methods.items():
-        context.tick(f"judging {name}", len(methods))
+        context.tick(f"judging {name}", len(methods), len(rows))
         with answering_with(fitted.model, method):  # type: ignore[arg-type]
             each = (moved(some, context.device) for some in batches(task, "test", batch))
             logits, labels = said(fitted.model, each)

@@ -13,8 +13,8 @@ import torch
 from ..measure.rows import Row
 from ..tasks.translation import Pair, Translate, read_pairs
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, lead, spread
-from ._texts import SAYS, against_paper, apart
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
+from ._texts import SAYS, against_paper
 
 # name: IWSLT14 De-En tokenised; WMT14 En-De tokenised / sacreBLEU
 PUBLISHED = {
@@ -80,6 +80,10 @@ class Table1(Experiment):
             beam=5, seconds=40_000.0,
         ),
     }  # fmt: skip
+
+    def check(self, config: Config, context: Context) -> None:
+        if config.data is not None:
+            context.folder(config.data)
 
     def cells(self, config: Config) -> list[Cell]:
         return [

@@ -20,19 +20,21 @@ from .._errors import bad_value
 from ..clustering import NeuralClustering, spread_out
 from ..measure import plots
 from ..measure.rows import Row
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, lead
+from ..tasks.files import inside
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead
 
 PUBLISHED = {  # per cent
     "som": {10: 59.8, 50: 80.9, 100: 87.8, 200: 91.2, 300: 93.1},
     "kmeans": {10: 59.2, 50: 82.5, 100: 87.7, 200: 90.7, 300: 92.0},
     "neural": {10: 60.7, 50: 82.5, 100: 90.1, 200: 91.8, 300: 93.6},
 }
+WITH_EQUATIONS = "assignment and update as in eqs. 2 to 4, cosine,"
 SAYS = {
     "som": "SOM",
     "kmeans": "k-means",
     "spherical": "k-means of unit vectors",
     "neural": "neural clustering",
-    "printed": "neural clustering, assignment and update as in eqs. 2 to 4, cosine",
+    "printed": f"neural clustering, {WITH_EQUATIONS[:-1]}",
 }
 CELLS = SAYS | {"printed": "neural clustering, eqs. 2 to 6 as printed"}  # names that rows on disk go by
 START_POOL = 4096  # points among which k-means++ looks for its starts, as in NeuralClustering
@@ -138,35 +140,24 @@ class Table6(Experiment):
         return said + (["Invented images, not MNIST."] if config.invented else [])
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+        def leads(k: int, one: str, other: str) -> list[float]:
+            return apart(rows, "accuracy", one, other, k=k)
+
         said = []
         for other in ("kmeans", "som", "spherical"):
-            told = [f"{text} at k = {k}{verdict and f' ({verdict})'}" for k in config.clusters
-                    if (ours := _leads(rows, k, "neural", other)) for text, verdict in [lead(ours)]]  # fmt: skip
+            found = {k: each for k in config.clusters if (each := leads(k, "neural", other))}
+            told = [f"{text} at k = {k}" + (f" ({verdict})" if verdict else "")
+                    for k, each in found.items() for text, verdict in [lead(each)]]  # fmt: skip
             if told:
                 said.append(f"Neural clustering against {SAYS[other]}, points of test accuracy: {', '.join(told)}.")
-        for other in ("kmeans", "som"):
-            theirs = {k: PUBLISHED["neural"][k] - PUBLISHED[other][k] for k in PUBLISHED["neural"]}
-            behind = [k for k in config.clusters if theirs.get(k, 0) > 0 and _behind(rows, k, "neural", other)]
+            theirs = {k: PUBLISHED["neural"][k] - paper for k, paper in PUBLISHED.get(other, {}).items()}
+            behind = [k for k, each in found.items() if theirs.get(k, 0) > 0 and statistics.fmean(each) <= 0]
             if behind:
-                said.append(f"Unlike in the paper, neural clustering is not ahead of {SAYS[other]} at k = "
-                            f"{_listed(behind)}.")  # fmt: skip
-        worse = [k for k in config.clusters if lead(_leads(rows, k, "printed", "kmeans"))[1] == "behind"]
+                said.append(f"Unlike in the paper, it is not ahead of {SAYS[other]} at k = {_listed(behind)}.")
+        worse = [k for k in config.clusters if lead(leads(k, "printed", "kmeans"))[1] == "behind"]
         if worse:
-            said.append(f"With assignment and update as in eqs. 2 to 4 (by cosine) neural clustering falls behind k-means "
-                        f"at k = {_listed(worse)}.")  # fmt: skip
+            said.append(f"With {WITH_EQUATIONS} it falls behind k-means at k = {_listed(worse)}.")
         return said
-
-
-def _leads(rows: Sequence[Row], k: int, one: str, other: str) -> list[float]:
-    """Points of test accuracy, seed by seed."""
-    ours, theirs = ({row["seed"]: 100 * row["accuracy"] for row in rows if row["method"] == method and row["k"] == k}
-                    for method in (one, other))  # fmt: skip
-    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-
-
-def _behind(rows: Sequence[Row], k: int, one: str, other: str) -> bool:
-    leads = _leads(rows, k, one, other)
-    return bool(leads) and statistics.fmean(leads) <= 0
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -254,16 +245,10 @@ def accuracies(assign: Clusters, data: Images, k: int) -> tuple[float, float]:
 @functools.lru_cache(maxsize=1)
 def mnist(folder: Path) -> Images:
     def part(name: str) -> tuple[Tensor, Tensor]:
-        pixels, classes = (read_idx(_found(folder, f"{name}-{kind}")) for kind in ("images-idx3", "labels-idx1"))
+        pixels, classes = (read_idx(inside(folder, f"{name}-{kind}*")) for kind in ("images-idx3", "labels-idx1"))
         return pixels.flatten(1).float() / 255, classes.long()
 
     return Images(*part("train"), *part("t10k"))
-
-
-def _found(folder: Path, name: str) -> Path:
-    for path in sorted(folder.glob(f"{name}*")):
-        return path
-    raise bad_value(f"{name}-ubyte, plain or .gz", f"no such file in {folder}", "MNIST in idx form")
 
 
 def read_idx(path: Path) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..measure import plots
 from ..measure.rows import Row
-from ._experiment import Cell, Context, Table, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Table, apart, beside, chosen, lead, spread
 from ._texts import (
     BUDGET,
     LOSSES,
@@ -18,7 +18,6 @@ from ._texts import (
     Config,
     TextExperiment,
     against_paper,
-    apart,
     compared,
     sizes_said,
     trained,

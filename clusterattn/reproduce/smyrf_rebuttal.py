@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..measure.bench import PASSES, direction, pass_of
+from ..measure.bench import PASSES, pass_of, pass_through
 from ..measure.error import exact_answer, relative_error
 from ..measure.rows import Row
 from ..measure.sample import Sample
 from ..measure.speed import Run, first_line, peak_memory, timed
 from ..methods import method as as_method
 from ..tasks.glue import PIECES, opened
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
 from .clustered_table4 import Tuning, approximated, fine_tuned
 
 FULL = "full"
@@ -114,20 +114,22 @@ class FineTuned(Experiment):
     _theirs: ClassVar[str] = ""
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        full, told = self._trained(rows, FULL, self.measures[0]), []
+        told = []
         for name in config.methods:
-            ours = self._trained(rows, name, self.measures[0])
-            if name != FULL and ours and full:
-                told.append(f"Trained with {name}: {ahead(ours, full)} points {self.measures[0]} against full.")
+            leads = self._leads(rows, name, FULL)
+            if name != FULL and leads:
+                told.append(f"Trained with {name}, against full: {ahead(leads, self.measures[0])}.")
         return told
 
+    def _leads(self, rows: Sequence[Row], one: str, other: str) -> list[float]:
+        """Points between what was trained with one and with the other, seed by seed."""
+        return apart([row for row in rows if row["trained"] == row["method"]], self.measures[0], one, other)
 
-def ahead(ours: Sequence[float], others: Sequence[float]) -> str:
-    """The difference of means in points, and the standard deviation of a difference of two seeds."""
-    lead = round(100 * (statistics.fmean(ours) - statistics.fmean(others)), 1) + 0.0
-    if min(len(ours), len(others)) < 2:
-        return f"{lead:+.1f}"
-    return f"{lead:+.1f} ± {100 * (statistics.variance(ours) + statistics.variance(others)) ** 0.5:.1f}"
+
+def ahead(differences: Sequence[float], of: str) -> str:
+    """A lead in points with its standard error over seeds, and whether it is one."""
+    text, verdict = lead(differences)
+    return f"{text} points {of}" + (f" ({verdict})" if verdict else "")
 
 
 def _size(model: str) -> str:
@@ -186,14 +188,14 @@ class Imdb(FineTuned):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         told = super().findings(rows, config)
-        ours = {kind: self._trained(rows, name, "accuracy") for kind, name in TRANSFORMS.items()}
         for kind, theirs in (("e2lsh", 93.7 - 89.3), ("crosspolytope", 93.7 - 88.7)):
-            if ours["asymmetric"] and ours[kind]:
-                lead = 100 * (statistics.fmean(ours["asymmetric"]) - statistics.fmean(ours[kind]))
-                sense = "as in the rebuttal" if lead >= theirs / 2 else "which does not confirm the rebuttal"
+            leads = self._leads(rows, TRANSFORMS["asymmetric"], TRANSFORMS[kind])
+            if leads:
+                as_there = statistics.fmean(leads) >= theirs / 2 and lead(leads)[1] in ("ahead", "")
+                sense = "as in the rebuttal" if as_there else "which does not confirm the rebuttal"
                 told.append(
-                    f"The asymmetric transform is {ahead(ours['asymmetric'], ours[kind])} points ahead of "
-                    f"{TRANSFORMS[kind]}, {sense} ({theirs:+.1f})."
+                    f"The asymmetric transform against {TRANSFORMS[kind]}: {ahead(leads, 'accuracy')}, {sense} "
+                    f"({theirs:+.1f})."
                 )
         return told
 
@@ -311,7 +313,7 @@ class BigGan(Experiment):
         rows: list[Row] = []
         for name in (PLAIN, SDPA, *config.methods):
             for which in PASSES:
-                context.tick(f"{name}, {which}", (2 + len(config.methods)) * len(PASSES))
+                context.tick(f"{name}, {which}", (2 + len(config.methods)) * len(PASSES), len(rows))
                 row: Row = {"method": name, "settings": config.methods.get(name, ""), "pass": which}
                 try:
                     row |= self._measured(name, sample, config, which == PASSES[1], context, at, exact)
@@ -411,21 +413,16 @@ def run_of(name: str, sample: Sample, config: Block, backward: bool) -> Run:
     """One call, ready to be timed. The two exact ones take the same q, k, v."""
     if name in config.methods:
         return pass_of(sample, as_method(config.methods[name]), backward=backward)
-    leaves = [x.detach().requires_grad_(backward) for x in (sample.q, sample.k, sample.v)]
     scale = sample.q.shape[-1] ** -0.5
 
-    def answer() -> Tensor:
-        q, k, v = leaves
+    def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if name == PLAIN:
             return torch.softmax(q @ k.mT * scale, -1) @ v
         wider = v.shape[-1] - q.shape[-1]
         out: Tensor = F.scaled_dot_product_attention(F.pad(q, (0, wider)), F.pad(k, (0, wider)), v, scale=scale)
         return out
 
-    if not backward:
-        return answer
-    slope = direction(sample)
-    return lambda: torch.autograd.grad(answer(), leaves, slope)
+    return pass_through(sample, answer, backward)
 
 
 EXPERIMENTS = (Imdb, Cola, Hyperpartisan, BigGan)

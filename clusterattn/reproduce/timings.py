@@ -130,9 +130,10 @@ class Timing(Experiment):
 
     def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
         label, n = cell.settings["method"], cell.settings["n"]
-        context.tick(cell.name, len(config.lengths) * len(config.methods))
-        rows = []
+        rows: list[Row] = []
         for which in self.passes:
+            context.tick(which, len(self.passes), len(rows))
+
             def make(which: str = which) -> Step:
                 torch.manual_seed(0)
                 return self.step(label, n, config, context.device, which == "training")

@@ -19,7 +19,7 @@ from ..measure.reading import spread
 from ..methods import MethodSpec
 from ..models.pretrained import Pretrained, tiny, tokenizer
 from ._task import Batch, Figures, Task, classified, padded
-from .files import folder_of
+from .files import folder_of, inside
 
 
 class Text(NamedTuple):
@@ -233,7 +233,7 @@ def _qnli(folder: Path, seed: int) -> Splits:
 
 
 def _mrpc(folder: Path, seed: int) -> Splits:
-    folder = _inside(folder, "mrpc")
+    folder = inside(folder, "mrpc")
     dev, train = parted(table(folder / "train.txt", 0, 1, 2), 0.1, seed=seed)
     return {"train": train, "dev": dev, "test": table(folder / "test.txt", 0, 1, 2)}
 
@@ -243,7 +243,7 @@ def _stsb(folder: Path, seed: int) -> Splits:
 
 
 def _sst2(folder: Path, seed: int) -> Splits:
-    folder = _inside(folder, "stsa.binary.train").parent
+    folder = inside(folder, "stsa.binary.train").parent
 
     def lines(split: str) -> list[Text]:
         found = (folder / f"stsa.binary.{split}").read_text(encoding="utf-8").split("\n")
@@ -253,7 +253,7 @@ def _sst2(folder: Path, seed: int) -> Splits:
 
 
 def _imdb(folder: Path, seed: int) -> Splits:
-    folder = _inside(folder, "train/pos").parent.parent
+    folder = inside(folder, "train/pos").parent.parent
 
     def reviews(part: str) -> list[Text]:
         files = [(file, label) for label, kind in enumerate(("neg", "pos"))
@@ -273,14 +273,6 @@ def _hyperpartisan(folder: Path, seed: int) -> Splits:
     ]
     test, dev, train = parted(texts, 0.1, 0.1, seed=seed)
     return {"train": train, "dev": dev, "test": test}
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """``name`` in the folder or in one of its own, as archives are packed."""
-    for found in (folder / name, *sorted(folder.glob(f"*/{name}"))):
-        if found.exists():
-            return found
-    raise bad_value(f"{name} in {folder.name}", f"nothing of that name in {folder}", "the archive as it was published")
 
 
 TENTH = "a tenth of the training pairs chooses the weights; GLUE's dev set is judged"

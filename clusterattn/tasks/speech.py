@@ -19,7 +19,7 @@ from ..measure.reading import read_wav
 from ..measure.rows import write_whole
 from ..methods import MethodSpec
 from ..models.speech import SpeechEncoder
-from ._task import Batch, Figures, Task, padded
+from ._task import Batch, Figures, Task, padded, several
 
 BANDS = 40  # mel bands of a user's own recordings, as many as the paper had
 HOP = 0.01  # seconds between frames
@@ -150,7 +150,7 @@ class Speech(Task):
 
     def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[str]:
         """inputs: .wav files (or Sphinx .mfc files where the task came from AN4), or frames as tensors."""
-        heard = [each if isinstance(each, Tensor) else self.listen(Path(each)) for each in inputs]
+        heard = [each if isinstance(each, Tensor) else self.listen(Path(each)) for each in several(inputs)]
         device, training = next(model.parameters()).device, model.training
         model.eval()
         answers = []

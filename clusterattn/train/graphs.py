@@ -54,7 +54,10 @@ class Replayed:
         except Exception as error:
             self.refused = True
             torch.cuda.synchronize()
-            log.warning("updates are not recorded as CUDA graphs: %s", str(error).split("\n")[0])
+            cause: BaseException = error  # leaving the recording complains as well; what broke it came first
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            log.warning("updates are not recorded as CUDA graphs: %s", str(cause).split("\n")[0])
             return False
         self.pool = self.pool or graph.pool()
         self.graphs[key] = graph, held, loss
