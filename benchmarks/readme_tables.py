@@ -327,6 +327,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained-xquad": pretrained_table("xquad"),
     "pretrained-whisper": pretrained_table("whisper"),
     "pretrained-smollm2": pretrained_table("smollm2-8192"),
+    "pretrained-smollm2-4096": pretrained_table("smollm2-4096"),
+    "pretrained-smollm2-2048": pretrained_table("smollm2-2048"),
     "compare": compare_table,
     "cpu": cpu_table,
     "cpu-memory": memory_table,

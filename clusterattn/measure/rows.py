@@ -64,7 +64,9 @@ def commit() -> str | None:
         ):  # some other project's repository around our files
             return None
         head = git("rev-parse", "--short=12", "HEAD")
-        return head + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        # rows that are being written change no code
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)results")
+        return head + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
