@@ -320,8 +320,9 @@ def _accelerator(precision: str, device: torch.device | str | None, partly: bool
 def _feed(told: Any, value: Any) -> None:
     """An example, whatever it is made of, into a hash."""
     if isinstance(value, Tensor):
-        told.update(repr((value.shape, value.dtype)).encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, (list, tuple)):
+        flat = value.contiguous().reshape(-1).view(torch.uint8)
+        told.update(repr((value.shape, value.dtype)).encode() + flat.numpy().tobytes())
+    elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
         for each in value:
             _feed(told, each)
     elif is_dataclass(value):
