@@ -17,6 +17,8 @@ from pretrained_data import DIGITS, RATE
 from safetensors.torch import load_file
 from torch import Tensor
 
+from clusterattn.tasks.speech import edits
+
 Figures = dict[str, float]
 
 
@@ -199,16 +201,6 @@ def unlooped(words: list[str], longest: int = 8, often: int = 5) -> list[str]:
 def rate(wanted: list[list[str]], got: list[list[str]]) -> float:
     """Words to insert, delete or replace, per word wanted."""
     return sum(map(edits, wanted, got)) / max(sum(map(len, wanted)), 1)
-
-
-def edits(wanted: list[str], got: list[str]) -> int:
-    """Levenshtein's distance of two lists of words."""
-    row = list(range(len(got) + 1))
-    for i, word in enumerate(wanted, start=1):
-        corner, row[0] = row[0], i
-        for j, other in enumerate(got, start=1):
-            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (word != other))
-    return row[-1]
 
 
 class Books(Task):

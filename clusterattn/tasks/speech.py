@@ -242,8 +242,8 @@ def mistakes(logits: Tensor, batch: Batch) -> int:
     return sum(map(edits, truth, best_paths(logits, batch["mask"])))
 
 
-def edits(wanted: Sequence[int], got: Sequence[int]) -> int:
-    """Symbols to insert, delete or replace: Levenshtein's distance."""
+def edits(wanted: Sequence[object], got: Sequence[object]) -> int:
+    """Symbols, or words, to insert, delete or replace: Levenshtein's distance."""
     row = list(range(len(got) + 1))
     for i, symbol in enumerate(wanted, start=1):
         corner, row[0] = row[0], i
