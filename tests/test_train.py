@@ -22,6 +22,7 @@ from clusterattn.models import attending_with, attentions
 from clusterattn.tasks import batches, order, padded
 from clusterattn.train import Settings, fit, judge
 from clusterattn.train.graphs import Replayed
+from clusterattn.train.radam import RAdam
 
 HERE = Path(__file__).parent
 SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4",
@@ -131,6 +132,25 @@ def test_the_learning_rate_halves_on_a_plateau():
     rates = [row["lr"] for row in trained(Toy(), lr=1e-9, epochs=5, decay="plateau", plateau=2).history]
     assert rates[0] == pytest.approx(1e-9)
     assert rates[-1] == pytest.approx(2.5e-10)
+
+
+@pytest.mark.parametrize("rate", [1e-3, torch.tensor(1e-3)], ids=["number", "tensor"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_radam_is_torchs(rate, decay):
+    draw = torch.Generator().manual_seed(0)
+    ours = [torch.randn(7, 5, generator=draw), torch.randn(3, generator=draw)]
+    theirs = [each.clone() for each in ours]
+    one = RAdam(ours, lr=rate, weight_decay=decay)
+    other = torch.optim.RAdam(theirs, lr=1e-3, weight_decay=decay, decoupled_weight_decay=True)
+    for step in range(40):  # the sixth is the first that trusts the squares
+        for mine, its in zip(ours, theirs, strict=True):
+            mine.grad = its.grad = torch.randn(mine.shape, generator=draw) * (1 + step % 3)
+        one.step(), other.step()
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
+    states = [each.state_dict()["state"] for each in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    assert all(states[0][at].keys() == states[1][at].keys() for at in states[0])
 
 
 def test_learning_rates():

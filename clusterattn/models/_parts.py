@@ -51,8 +51,9 @@ class Stack(nn.Module):
             x, losses = self.layers(x, key_mask)
             return x, self.layers.joint_loss(nothing, losses)
         x = self.layers(x, key_mask)
-        left = self.layers.auxiliary_loss
-        return x, nothing if not isinstance(left, Tensor) else COMMITMENT * left
+        assert isinstance(self.layers, Encoder)
+        left = self.layers.take_auxiliary_loss()
+        return x, nothing if left is None else COMMITMENT * left
 
 
 class Positions(nn.Module):

@@ -130,6 +130,14 @@ class MultiheadAttention(nn.Module):
     def auxiliary_loss(self) -> Tensor | None:
         return None if self.memory is None else self.memory.auxiliary_loss
 
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """The loss, which is then forgotten. As long as it is kept, so is the whole graph of its forward: memory that
+        the next step could use, and nodes that a recording as a CUDA graph must not meet."""
+        loss = self.auxiliary_loss
+        if self.memory is not None:
+            self.memory.auxiliary_loss = None
+        return loss
+
     def forward(
         self,
         query: Tensor,

@@ -98,5 +98,5 @@ class Decoder(nn.Module):
         """ClusterFormer's losses are means over layers, Routing's commitment a sum, as in the encoders."""
         if state is not None and state.clustering_loss is not None and state.sorting_loss is not None:
             return (self.mu * state.clustering_loss + self.nu * state.sorting_loss) / len(self.layers)
-        left = layer.attention.auxiliary_loss if isinstance(layer, DecoderLayer) else None
+        left = layer.attention.take_auxiliary_loss() if isinstance(layer, DecoderLayer) else None
         return 0.0 if left is None else COMMITMENT * left

@@ -129,9 +129,19 @@ class Encoder(nn.Module):
     @property
     def auxiliary_loss(self) -> Tensor | None:
         """The sum of what Routing layers left in their last training forward; None where there is none."""
-        attentions = [layer.attention for layer in self.layers if isinstance(layer, EncoderLayer)]
-        losses = [each.auxiliary_loss for each in attentions if each.auxiliary_loss is not None]
-        return torch.stack(losses).sum() if losses else None
+        return _sum([each.auxiliary_loss for each in self._attentions()])
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """The same, forgotten as it is handed out (see MultiheadAttention)."""
+        return _sum([each.take_auxiliary_loss() for each in self._attentions()])
+
+    def _attentions(self) -> list[MultiheadAttention]:
+        return [layer.attention for layer in self.layers if isinstance(layer, EncoderLayer)]
+
+
+def _sum(losses: list[Tensor | None]) -> Tensor | None:
+    there = [each for each in losses if each is not None]
+    return torch.stack(there).sum() if there else None
 
 
 def last_norm(embed_dim: int, wanted: bool, options: dict[str, Any]) -> nn.Module:

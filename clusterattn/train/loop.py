@@ -21,6 +21,7 @@ from ..nn import ClusterFormerEncoder
 from ..tasks import Batch, Figures, Task, batches, order
 from . import checkpoint
 from .graphs import DRAWS, Replayed
+from .radam import RAdam
 from .settings import Settings
 
 Tick = Callable[[str, int, int], object]  # words, of how many updates, how many are done
@@ -94,8 +95,6 @@ class _Training:
         partly = any(isinstance(each, ClusterFormerEncoder) for each in model.modules())
         self.accelerator = _accelerator(settings.precision, device, partly)
         self.processes: int = self.accelerator.num_processes
-        kinds = {"radam": torch.optim.RAdam, "adamw": torch.optim.AdamW}
-        options: dict[str, Any] = {"decoupled_weight_decay": True} if settings.optimizer == "radam" else {}
         self.plain = model.to(self.accelerator.device)
         if self.processes > 1 and any(each.memory is not None for each in attentions(model)):
             self._warm_up()
@@ -103,10 +102,12 @@ class _Training:
         graphs = settings.graphs and alone_on_cuda and settings.precision != "fp16"  # fp16's scaler looks at gradients
         self.replayed = Replayed(self._descend) if graphs else None
         rate = torch.tensor(settings.lr, device=self.accelerator.device) if graphs else settings.lr
-        optimizer = kinds[settings.optimizer](
-            [each for each in model.parameters() if each.requires_grad], lr=rate,
-            weight_decay=settings.weight_decay, capturable=graphs, **options,
-        )  # fmt: skip
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer: torch.optim.Optimizer
+        if settings.optimizer == "radam":
+            optimizer = RAdam(trained, lr=rate, weight_decay=settings.weight_decay)
+        else:
+            optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=settings.weight_decay, capturable=graphs)
         self.model, self.optimizer = self.accelerator.prepare(self.plain, optimizer)
         self.attentions = attentions(self.plain)
         self.draws = [each.seed for each in self.attentions]  # for judgements, and for the model when it is handed out

@@ -159,13 +159,14 @@ def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
 
 @_codes.register_fake
 def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])))
+    return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])), dtype=kernels.dtype_of_codes(x))
 
 
 def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str = "reference") -> Tensor:
     """Which side of each plane (d w) a vector lies on, as signs +1/-1: (... n w).
 
-    Kernels write rows of whole 16-byte words: some zeros follow the signs, and change no product.
+    Kernels write rows of whole 16-byte words: some zeros follow the signs, and change no product. For fp32 they write
+    fp16.
     """
     if serve("codes", backend, kernels.why_not(x)):
         packed: Tensor = _codes(_four(x), planes, thresholds)

@@ -43,10 +43,15 @@ def padded(bits: int) -> int:
     return (bits + 15) // 16 * 16
 
 
+def dtype_of_codes(x: Tensor) -> torch.dtype:
+    """Signs are exact in half precision, whose products run on tensor cores."""
+    return torch.float16 if x.dtype == torch.float32 else x.dtype
+
+
 def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
     x, planes = rows(x), planes.float().contiguous()
     (b, h, n, d), w = x.shape, planes.shape[1]
-    out = torch.empty(b, h, n, padded(w), dtype=x.dtype, device=x.device)
+    out = torch.empty(b, h, n, padded(w), dtype=dtype_of_codes(x), device=x.device)
     if out.numel():
         codes_kernel[(_triton.cdiv(n, 64), b * h)](
             x, planes, thresholds.float().contiguous() if thresholds is not None else planes, out,
