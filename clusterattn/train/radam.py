@@ -22,7 +22,9 @@ class RAdam(torch.optim.Optimizer):
         self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # "capturable" tells torch to load the number of the step to where the parameters are
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
