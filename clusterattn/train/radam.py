@@ -51,22 +51,20 @@ class RAdam(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - fade)
         torch._foreach_mul_(squares, fade_squares)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - fade_squares)
-        scale, shift = _spread(steps[0].double(), fade_squares)
-        spread = torch._foreach_sqrt(squares)
-        torch._foreach_add_(spread, group["eps"])
-        torch._foreach_mul_(spread, scale)
-        torch._foreach_add_(spread, shift)
-        ahead = torch._foreach_div(means, spread)
-        torch._foreach_mul_(ahead, (-rate / (1 - fade ** steps[0].double())).float())
-        torch._foreach_add_(params, ahead)
+        squared, plain = _weights(steps[0].double(), fade, fade_squares)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, group["eps"])
+        for ahead, weight in ((torch._foreach_div(means, roots), squared), (means, plain)):
+            torch._foreach_add_(params, torch._foreach_mul(ahead, (-rate * weight).float()))
 
 
-def _spread(step: Tensor, fade: float) -> tuple[Tensor, Tensor]:
-    """a and b, such that a root + b is what the step is divided by: the root of the mean square, corrected for its
-    start at 0 and for how little is known of it yet, or 1 where that is too little."""
-    most, lasting = 2 / (1 - fade) - 1, fade**step
+def _weights(step: Tensor, fade: float, fade_squares: float) -> tuple[Tensor, Tensor]:
+    """Of the mean gradient over the root of the mean square, corrected for their start at 0 and for how little is known
+    of the square yet, and of the mean gradient alone, which serves where that is too little. One of them is 0: a
+    choice on the device, which a graph can hold."""
+    most, lasting = 2 / (1 - fade_squares) - 1, fade_squares**step
     length = most - 2 * step * lasting / (1 - lasting)
-    trusted = length > TRUSTED
+    trusted, corrected = length > TRUSTED, 1 / (1 - fade**step)
     known = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
-    scale = torch.where(trusted, 1 / torch.sqrt(torch.where(trusted, known * (1 - lasting), 1.0)), 0.0)
-    return scale.float(), torch.where(trusted, 0.0, 1.0).float()
+    squared = torch.sqrt(torch.where(trusted, known * (1 - lasting), 0.0))
+    return squared * corrected, torch.where(trusted, 0.0, corrected)
