@@ -32,11 +32,13 @@ class Cell:
     name        unique in its experiment: "improved-15, length 63, seed 0"
     settings    what sets it apart, JSON-able; it is copied into the cell's rows
     seconds     a guess of its share of the work: short cells are done first
+    alone       it measures time: it runs after the others, with nothing beside it
     """
 
     name: str
     settings: dict[str, Any]
     seconds: float = 1.0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,6 @@ class Experiment(ABC):
     about: ClassVar[str]  # one line for the list
     needs: ClassVar[tuple[str, ...]] = ()  # data sets, as ``Context.folder`` names them; smoke needs none
     rows_from: ClassVar[str] = ""  # another experiment whose rows this one shows
-    alone: ClassVar[bool] = False  # it measures time: its cells run one after the other, with nothing beside them
     cannot: ClassVar[str] = ""  # why it can not be run as published, said in the list
     scales: ClassVar[dict[str, Any]]  # "smoke", "small", "paper" -> Config
 
@@ -87,6 +88,10 @@ class Experiment(ABC):
     @abstractmethod
     def cells(self, config: Any) -> list[Cell]:
         """All the work there is, in any order."""
+
+    def shows(self, cell: Cell) -> bool:
+        """Is a cell's result among what this experiment shows? Others are for those that take their rows from it."""
+        return True
 
     @abstractmethod
     def run(self, cell: Cell, config: Any, context: Context) -> list[Row]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..measure.rows import Row
-from ..measure.speed import once
 from ..models import attending_with
+from ..models.speech import SpeechEncoder
 from ..tasks import Batch, batches
 from ..tasks.speech import Recording, Speech, joined, mistakes
 from ..train import Settings, fit
 from ..train.loop import moved
 from ._experiment import Cell, Context, Experiment
+from .timings import forward_backward, measured
 
 SHARED = ("shared-full", "lsh-1", "lsh-4")  # queries are keys
 TRAINED = ("full", "shared-full", "lsh-1", "lsh-4", "clustered-100", "improved-100", "refined-100")
@@ -116,7 +119,8 @@ def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
 
 
 class Trained(Experiment):
-    """What the tables share: a cell is one trained model and all its evaluations, one row for each of these."""
+    """What the tables share. A cell is one trained model and all its evaluations, one row for each of these; or the
+    pace of such a model, measured with nothing beside it: models may train several at a time."""
 
     needs = ("an4",)
 
@@ -128,20 +132,52 @@ class Trained(Experiment):
         wanted = [(name, config.layers, seed) for seed in config.seeds for name in config.trained]
         wanted += [(name, layers, config.seeds[0]) for name, layers in config.also]
         slow = {"full": 1.0, "shared-full": 1.0, "lsh-1": 1.2}
+        paces = dict.fromkeys((name, layers) for name, layers, _ in wanted)
         return [
-            Cell(f"{name}, {layers} layers, seed {seed}", {"trained": name, "layers": layers, "seed": seed},
-                 config.seconds * slow.get(name, 1.5) * layers / config.layers)
-            for name, layers, seed in wanted
+            *(Cell(f"{name}, {layers} layers, seed {seed}", {"trained": name, "layers": layers, "seed": seed},
+                   config.seconds * slow.get(name, 1.5) * layers / config.layers) for name, layers, seed in wanted),
+            *(Cell(f"pace of {name}, {layers} layers", {"trained": name, "layers": layers, "pace": True}, alone=True)
+              for name, layers in paces),
         ]  # fmt: skip
 
     def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+        return self._pace(cell, config, context) if "pace" in cell.settings else self._train(cell, config, context)
+
+    def _pace(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+        """The time of an update's forward and backward pass over a batch of the mean length, and of an answer: neither
+        depends on the weights."""
+        device = context.device
+        frames = torch.randn(config.batch, config.frames, FEATURES, device=device)
+        mask = torch.ones(config.batch, config.frames, dtype=torch.bool, device=device)
+
+        def make(training: bool) -> Callable[[], object]:
+            model = self._model(SpeechEncoder, cell, config, FEATURES, SYMBOLS).to(device).train(training)
+
+            def answer() -> Tensor:
+                with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                    given = model(frames, mask)
+                    total: Tensor = given.logits.float().square().mean() + given.auxiliary
+                return total
+
+            return forward_backward(list(model.parameters()), answer) if training else torch.no_grad()(answer)
+
+        return [{"pass": which, "batch": config.batch, "frames": config.frames,
+                 **measured(functools.partial(make, which == TRAINING), device, PACE_SECONDS)}
+                for which in (TRAINING, ANSWERING)]  # fmt: skip
+
+    def _model(self, make: Callable[..., nn.Module], cell: Cell, config: Config, *given: Any) -> nn.Module:
+        name, layers = cell.settings["trained"], cell.settings["layers"]
+        return make(
+            spec(name, config.top), *given, dim=config.dim, heads=config.heads, layers=layers,
+            feedforward=config.feedforward, dropout=config.dropout, reach=config.reach, hidden=config.hidden,
+            shared_qk=name in SHARED,
+        )  # fmt: skip
+
+    def _train(self, cell: Cell, config: Config, context: Context) -> list[Row]:
         name, layers, seed = (cell.settings[key] for key in ("trained", "layers", "seed"))
         task = task_of(config, context, seed)
         torch.manual_seed(seed)
-        model = task.model(
-            spec(name, config.top), dim=config.dim, heads=config.heads, layers=layers, feedforward=config.feedforward,
-            dropout=config.dropout, reach=config.reach, hidden=config.hidden, shared_qk=name in SHARED,
-        )  # fmt: skip
+        model = self._model(task.model, cell, config)
         settings = Settings(
             steps=config.steps, epochs=config.epochs, batch=config.batch, lr=config.lr, warmup=config.warmup,
             decay=config.decay, precision=config.precision, patience=config.patience, evaluate=config.evaluate,
@@ -153,9 +189,8 @@ class Trained(Experiment):
         whole = "shared-full" if name in SHARED else "full"
         rows = evaluated(task, fitted.model, whole, [name, *others], config.top, context.device)
         lines = thinned(fitted.history)
-        best = min(fitted.history, key=lambda line: line[task.figure])
         rows[0] |= {
-            "steps": fitted.steps, "seconds": round(fitted.seconds, 2), "best_seconds": best["seconds"],
+            "steps": fitted.steps, "seconds": round(fitted.seconds, 2),
             "seconds_per_epoch": round(fitted.seconds_per_epoch, 3),
             "history": [[round(line[key], 4) for key in (*HISTORY, task.figure)] for line in lines],
         }  # fmt: skip
@@ -163,6 +198,9 @@ class Trained(Experiment):
 
 
 JUDGED_AT_ONCE = 16
+FEATURES, SYMBOLS = 39, 33  # AN4's
+TRAINING, ANSWERING = "training", "answering"  # passes whose pace is measured
+PACE_SECONDS = 0.2  # for each of them
 SHOWN = 60  # points of a learning curve that are kept
 HISTORY = ("step", "seconds", "loss", "nll")  # and the error rate
 
@@ -180,7 +218,6 @@ def evaluated(task: Speech, model: nn.Module, whole: str, names: Sequence[str], 
 
     dev, test   symbol error rates
     kl          how far the answer of each frame of dev lies from that of full attention with the same weights, in nats
-    forward_ms  the fastest of some passes over the middle batch of dev, by length
     """
     model.eval()
     sets = {split: [moved(each, device) for each in batches(task, split, JUDGED_AT_ONCE)] for split in ("dev", "test")}
@@ -192,7 +229,6 @@ def evaluated(task: Speech, model: nn.Module, whole: str, names: Sequence[str], 
         for split, logits in found.items():
             wrong = sum(map(mistakes, logits, sets[split]))
             row[split] = wrong / sum(int(batch["said"].sum()) for batch in sets[split])
-        row["forward_ms"] = 1e3 * _fastest(model, spec(name, top), sets["dev"][len(sets["dev"]) // 2], device)
         rows.append(row)
     return rows
 
@@ -210,7 +246,3 @@ def _kl(truth: Sequence[Tensor], ours: Sequence[Tensor], given: Sequence[Batch])
         frames += float(batch["mask"].sum())
     return total / frames
 
-
-def _fastest(model: nn.Module, method: str, batch: Batch, device: torch.device, times: int = 5) -> float:
-    with attending_with(model, method):
-        return min(once(lambda: model(batch["frames"], batch["mask"]), device) for _ in range(times))

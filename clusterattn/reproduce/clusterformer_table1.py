@@ -118,8 +118,7 @@ class Table1(Experiment):
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         table = Table(
             "Translation, BLEU (the paper's | ours)",
-            ["Model", "tokenised BLEU (IWSLT14 | here)", "sacreBLEU here", "nats per token", "s / epoch",
-             "WMT14 (paper)"],
+            ["Model", "tokenised BLEU (IWSLT14 | here)", "sacreBLEU here", "nats per token", "WMT14 (paper)"],
             notes=["± is the standard deviation over seeds. The paper's numbers are of other, larger data: what can be "
                    "compared is the order and the distances."],
         )  # fmt: skip
@@ -130,7 +129,6 @@ class Table1(Experiment):
                 beside(published, chosen(rows, "tokenized_bleu", method=method)),
                 spread(chosen(rows, "bleu", method=method)),
                 spread(chosen(rows, "nll", method=method), 3),
-                spread(chosen(rows, "seconds_per_epoch", method=method)),
                 wmt,
             ])  # fmt: skip
         return [table]

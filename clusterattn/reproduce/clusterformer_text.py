@@ -220,7 +220,6 @@ class Table4(TextExperiment):
     place = "Table 4"
     about = "number of clusters k against accuracy, memory and time on 20NEWS"
     needs = ("20news", "embeddings")
-    alone = True  # it measures time
     scales: ClassVar[dict[str, Any]] = {
         "smoke": Config(sets=(("20NEWS", 1),), many_clusters=(0, 5, 10), **SMOKE),
         "small": Config(
@@ -232,7 +231,7 @@ class Table4(TextExperiment):
     def cells(self, config: Config) -> list[Cell]:
         return [
             Cell(f"{f'{k} clusters' if k else 'exact'}, seed {seed}", {"set": name, "clusters": k, "seed": seed},
-                 config.seconds)
+                 config.seconds, alone=True)
             for name, repeats in config.sets for k in config.many_clusters for seed in range(repeats)
         ]  # fmt: skip
 

@@ -33,7 +33,8 @@ def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: s
 
 def unfinished(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[str]:
     """Said wherever rows are shown of which some are still to come."""
-    wanted = [cell.name for cell in source(experiment).cells(config_of(experiment, scale))]
+    made = source(experiment).cells(config_of(experiment, scale))
+    wanted = [cell.name for cell in made if experiment.shows(cell)]
     done = {row["cell"] for row in rows} & set(wanted)
     return [f"{len(done)} of {len(wanted)} cells are done; … stands for the others."] if len(done) < len(wanted) else []
 
@@ -70,9 +71,12 @@ def write(experiment: Experiment, scale: str, rows: Sequence[Row], folder: Path)
     """Markdown and picture into a folder."""
     stem = f"{experiment.name}-{scale}"
     drawn = experiment.picture(rows, config_of(experiment, scale)) if rows else None
-    written = [write_whole(folder / f"{stem}.png", drawn)] if drawn else []
-    text = markdown(experiment, scale, rows, f"{stem}.png" if drawn else None)
-    return [write_whole(folder / f"{stem}.md", text), *written]
+    picture = folder / f"{stem}.png"
+    text = write_whole(folder / f"{stem}.md", markdown(experiment, scale, rows, picture.name if drawn else None))
+    if not drawn:
+        picture.unlink(missing_ok=True)  # of rows that are no longer there
+        return [text]
+    return [text, write_whole(picture, drawn)]
 
 
 def best_scale(experiment: Experiment, results: Path) -> tuple[str, list[Row]] | None:

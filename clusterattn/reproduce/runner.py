@@ -73,7 +73,7 @@ def reproduce(
 ) -> Outcome:
     """Run what is missing of the named experiments; rows go to ``out`` as they come.
 
-    jobs   processes that share the device; experiments that measure time run alone, after the others
+    jobs   processes that share the device; cells that measure time run alone, after the others
     only   a regular expression: only cells whose name it finds
     """
     if scale not in SCALES:
@@ -110,7 +110,7 @@ def reproduce(
         """The progress of a cell, told beside that of all."""
         return lambda text, total, step: tick(f"{work.experiment}: {work.cell.name}: {text}", len(left), done)
 
-    quiet = [work for work in left if named(work.experiment).alone]
+    quiet = [work for work in left if work.cell.alone]
     # short cells first: results are there early, and whatever is interrupted has most of its rows
     busy = sorted((work for work in left if work not in quiet), key=lambda work: work.cell.seconds)
     together = jobs > 1 and len(busy) > 0

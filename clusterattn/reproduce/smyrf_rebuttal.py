@@ -295,7 +295,6 @@ class BigGan(Experiment):
     name: ClassVar[str] = "smyrf-biggan"
     place: ClassVar[str] = "BigGAN with 16K tokens"
     about: ClassVar[str] = "BigGAN's attention block, 16 384 queries × 4 096 pooled keys: time, memory, error"
-    alone: ClassVar[bool] = True
     scales: ClassVar[dict[str, Block]] = {
         "smoke": Block(side=16, channels=32, batch=1, sharpness=(2.0,), dtype="float32", seconds=0, clusters=6, top=6),
         "small": Block(),
@@ -303,7 +302,7 @@ class BigGan(Experiment):
     }
 
     def cells(self, config: Block) -> list[Cell]:
-        return [Cell(f"logits of spread {sharp:g}", {"sharpness": sharp}, 60) for sharp in config.sharpness]
+        return [Cell(f"logits of spread {sharp:g}", {"sharpness": sharp}, 60, alone=True) for sharp in config.sharpness]
 
     def run(self, cell: Cell, config: Block, context: Context) -> list[Row]:
         dtype: torch.dtype = getattr(torch, config.dtype)

@@ -122,10 +122,8 @@ def _kernel(label: str) -> Any:
 class Timing(Experiment):
     """Cells that measure time: one after the other, nothing beside them."""
 
-    alone: ClassVar[bool] = True
-
     def cells(self, config: Config) -> list[Cell]:
-        return [Cell(f"{method}, {n} tokens", {"method": method, "n": n}) for n in config.lengths
+        return [Cell(f"{method}, {n} tokens", {"method": method, "n": n}, alone=True) for n in config.lengths
                 for method in config.methods]  # fmt: skip
 
     def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
@@ -199,7 +197,7 @@ class ClusteredFigure4(Timing):
                 total: Tensor = layer(x).square().mean()
             return total
 
-        return _forward_backward([x, *layer.parameters()], loss)
+        return forward_backward([x, *layer.parameters()], loss)
 
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         def per_element(key: str, unit: float) -> Callable[[str, int, Row | None], str]:
@@ -242,7 +240,7 @@ class ClusteredFigure4(Timing):
         return said
 
 
-def _forward_backward(leaves: Sequence[Tensor], loss: Callable[[], Tensor]) -> Step:
+def forward_backward(leaves: Sequence[Tensor], loss: Callable[[], Tensor]) -> Step:
     def step() -> None:
         loss().backward()  # type: ignore[no-untyped-call]
         for leaf in leaves:  # here and not before: the next step's peak is to count its own gradients
@@ -304,7 +302,7 @@ class ModelTiming(Timing):
             with config.casting(device):
                 return model(ids)[0]
 
-        return _forward_backward(list(model.parameters()), loss) if training else forward
+        return forward_backward(list(model.parameters()), loss) if training else forward
 
     def _said(self, config: Config) -> list[str]:
         return [
@@ -444,6 +442,12 @@ class Table7(ModelTiming):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         said = []
+        peer = config.methods[1]
+        both = [n for n in config.lengths if _faster(rows, n, config.methods[2:], peer)]
+        if both:
+            times = ", ".join(f"{label} {each:.1f}" for label, each in
+                              _faster(rows, both[-1], config.methods[2:], peer).items())  # fmt: skip
+            said.append(f"At {_spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
         failed = {label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
                   for label in config.methods}  # fmt: skip
         for label, lengths in failed.items():
@@ -455,6 +459,14 @@ class Table7(ModelTiming):
                 where = f"from {_spaced(at)} tokens on" if at else "at no length measured"
                 said.append(f"{label} trains faster than {config.methods[1]} {where}.")
         return said
+
+
+def _faster(rows: Sequence[Row], n: int, labels: Sequence[str], peer: str) -> dict[str, float]:
+    """How many times as fast as the peer a training step is, where both were measured; the fastest first."""
+    seconds = {label: float(row["seconds"]) for label in (*labels, peer)
+               if (row := _one(rows, label, n, "training")) and row.get("seconds")}  # fmt: skip
+    mine = sorted((label for label in labels if label in seconds), key=seconds.__getitem__)
+    return {label: seconds[peer] / seconds[label] for label in mine} if peer in seconds else {}
 
 
 # ---------------------------------------------------------------------------------------------------- pictures
