@@ -123,6 +123,22 @@ def test_two_processes_give_the_rows_of_one(tmp_path):
     assert run_with_processes(tmp_path, "class Mine(Squares): pass") == "[1, 4, 9] []"
 
 
+def test_a_cell_that_measures_time_runs_alone_and_last(tmp_path):
+    code = (
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "class Mine(Squares):\n"
+        "    def cells(self, config):\n"
+        "        return [replace(cell, alone=cell.settings['number'] == 1) for cell in super().cells(config)]\n"
+        "    def run(self, cell, config, context):\n"
+        "        assert cell.alone == (__name__ == '__main__')  # in no other process\n"
+        "        written = [line for path in Path(sys.argv[1]).glob('*.jsonl') for line in path.open()]\n"
+        "        assert not cell.alone or len(written) == 2\n"
+        "        return super().run(cell, config, context)"
+    )
+    assert run_with_processes(tmp_path, code) == "[1, 4, 9] []"
+
+
 def test_a_process_that_dies_takes_no_other_cell_with_it(tmp_path):
     code = (
         "class Mine(Squares):\n"
