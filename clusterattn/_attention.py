@@ -29,7 +29,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     generator: torch.Generator | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     dropout_p: float = 0.0,
     backend: str = "auto",
     groups: Groups = None,
@@ -48,7 +48,8 @@ def attention(
     query_mask   bool (b n), True = a real query; others answer 0
     causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
     scale        of the logits, 1/sqrt(d) by default
-    seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched
+    seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
+                 A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
     groups       from ``ca.groups``, instead of making them anew
     state        for Routing and ClusterFormer: what the last call returned with return_state=True
     points       for ClusterFormer: the hidden states (b n x) it groups by
@@ -83,7 +84,7 @@ def groups(
     causal: bool = False,
     scale: float | None = None,
     generator: torch.Generator | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     backend: str = "auto",
     state: Any = None,
     points: Tensor | None = None,
@@ -144,7 +145,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _call(
     room: Method, q: Tensor, k: Tensor, v: Tensor,
     key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
-    scale: float | None, generator: torch.Generator | None, seed: int, backend: str, points: Tensor | None,
+    scale: float | None, generator: torch.Generator | None, seed: int | Tensor, backend: str, points: Tensor | None,
 ) -> Call:  # fmt: skip
     (b, h, n, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
     if not (b == bk == bv and hk == hv and m == mv and d == dk):
@@ -180,8 +181,7 @@ def _call(
         if not isinstance(generator, torch.Generator):
             raise bad_type("generator a torch.Generator", type(generator).__name__, "seed= for a number")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    if not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or seed < 0:
-        raise bad_value("seed a whole number >= 0", repr(seed), "seed=0")
+    _check_seed(seed, q.device)
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))
@@ -189,6 +189,16 @@ def _call(
     if blind is not None:  # who sees nothing asks nothing: it has no say in the groups and gets no gradient
         mask = Mask(n, m, key_mask, ~blind if query_mask is None else query_mask & ~blind, bool(causal))
     return Call(mask, d**-0.5 if scale is None else scale, seed, choose(backend), points=points)
+
+
+def _check_seed(seed: object, device: torch.device) -> None:
+    if isinstance(seed, Tensor):
+        if seed.dim() or seed.dtype != torch.int64 or seed.device != device:
+            got = f"{seed.dtype} {tuple(seed.shape)} on {seed.device}"
+            wanted = f"seed a number, or one in an int64 tensor () on {device}"
+            raise bad_value(wanted, got, "torch.tensor(0, device=q.device)")
+    elif not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or seed < 0:
+        raise bad_value("seed a whole number >= 0", repr(seed), "seed=0")
 
 
 def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.device, whole: bool = False) -> None:

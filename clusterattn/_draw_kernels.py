@@ -18,7 +18,17 @@ def _mix(x):
 
 
 @jit
-def bits_kernel(COUNTER, OUT, total, low, high, stream, BLOCK: tl.constexpr):
+def halves(HOLDER, low, high, HELD: tl.constexpr):
+    """The low and the high 32 bits of the seed: as given, or of the number that HOLDER holds now."""
+    if HELD:
+        seed = tl.load(HOLDER)
+        low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    return low, high
+
+
+@jit
+def bits_kernel(COUNTER, OUT, HOLDER, total, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    low, high = halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = tl.load(COUNTER + at, mask=at < total, other=0).to(tl.int64)
     x = _mix((counter + low) & 0xFFFFFFFF)
@@ -27,13 +37,19 @@ def bits_kernel(COUNTER, OUT, total, low, high, stream, BLOCK: tl.constexpr):
     tl.store(OUT + at, _mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF), mask=at < total)
 
 
-def bits(counter: Tensor, seed: int, stream: int) -> Tensor:
+def seed_arguments(number: int, holder: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
+    """HOLDER (``other`` where there is none), low and high."""
+    return other if holder is None else holder, number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF
+
+
+def bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Tensor:
     counter = counter.contiguous()
     out = torch.empty_like(counter, dtype=torch.int64)
     total = counter.numel()
+    held, low, high = seed_arguments(number, holder, out)
     if total:
         bits_kernel[(_triton.cdiv(total, 1024),)](
-            counter, out, total, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, BLOCK=1024, num_warps=4
+            counter, out, held, total, low, high, stream, HELD=holder is not None, BLOCK=1024, num_warps=4
         )
     return out
 
@@ -49,24 +65,30 @@ def _rank(lot, total, wanted, low, high, stream):
 
 
 @jit
-def strata_kernel(OUT, n, most, low, high, stream, BLOCK: tl.constexpr):
+def strata_kernel(OUT, HOLDER, n, most, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    low, high = halves(HOLDER, low, high, HELD)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
     tl.store(OUT + lot, tl.where(rank < n, rank, -1), mask=lot < most)
 
 
-def strata(n: int, seed: int, stream: int, most: int, device: torch.device) -> Tensor:
+def strata(n: int, number: int, stream: int, most: int, device: torch.device, holder: Tensor | None) -> Tensor:
     out = torch.empty(most, dtype=torch.int64, device=device)
+    held, low, high = seed_arguments(number, holder, out)
     if most:
         strata_kernel[(_triton.cdiv(most, 128),)](
-            out, n, most, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, BLOCK=128, num_warps=4
+            out, held, n, most, low, high, stream, HELD=holder is not None, BLOCK=128, num_warps=4
         )
     return out
 
 
 @jit
-def lottery_kernel(SEEN, WANTED, OUT, n, most, low, high, stream, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr):
+def lottery_kernel(
+    SEEN, WANTED, OUT, HOLDER, n, most, low, high, stream,
+    HELD: tl.constexpr, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """SEEN (lead n): how many valid tokens stand at or before each position."""
+    low, high = halves(HOLDER, low, high, HELD)
     lead = tl.program_id(1).to(tl.int64)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(SEEN + lead * n + n - 1)
@@ -84,13 +106,16 @@ def lottery_kernel(SEEN, WANTED, OUT, n, most, low, high, stream, HAS_WANTED: tl
     tl.store(OUT + lead * most + lot, tl.where((rank < total) & (lot < wanted), first, -1), mask=lot < most)
 
 
-def lottery(valid: Tensor, seed: int, stream: int, most: int, wanted: Tensor | None) -> Tensor:
+def lottery(
+    valid: Tensor, number: int, stream: int, most: int, wanted: Tensor | None, holder: Tensor | None
+) -> Tensor:
     lead, n = valid.shape[:-1], valid.shape[-1]
     seen = valid.cumsum(-1).contiguous()
     out = torch.empty(*lead, most, dtype=torch.int64, device=valid.device)
+    held, low, high = seed_arguments(number, holder, out)
     if out.numel():
         lottery_kernel[(_triton.cdiv(most, 128), out.numel() // most)](
-            seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, n, most,
-            seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, stream, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
+            seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, held, n, most,
+            low, high, stream, HELD=holder is not None, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out

@@ -110,7 +110,7 @@ class Call:
 
     mask: Mask
     scale: float
-    seed: int
+    seed: int | Tensor
     ops: Ops
     fresh: bool = False  # were the groups made in this call? Then their means belong to these very queries
     lse: bool = False  # is the log-weight wanted? Some methods save work when it is not

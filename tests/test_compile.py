@@ -59,6 +59,21 @@ def test_lengths_share_a_graph(case: Case) -> None:
     assert counter.frame_count <= 2, f"{counter.frame_count} graphs for 6 lengths"
 
 
+@pytest.mark.parametrize("name", ["improved", "smyrf", "reformer", "routing"])
+def test_seeds_in_a_tensor_share_a_graph(name: str) -> None:
+    counter, case = CompileCounter(), laws.BY_NAME[name]
+    x, seed = draw(case, dtype=torch.float32), torch.tensor(0)
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return ca.attention(*tensors, method=case.method, seed=seed)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for number in (3, 4, 2**40):
+        seed.fill_(number)
+        close(compiled(*x.tensors), ca.attention(*x.tensors, method=case.method, seed=number))
+    assert counter.frame_count == 1
+
+
 DEFAULT_COMPILER = """
 import laws, torch, clusterattn as ca
 

@@ -150,15 +150,19 @@ def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
 
 
 def test_draws_are_the_same_on_every_device() -> None:
-    from clusterattn._draw_kernels import bits, strata
+    from clusterattn._draw_kernels import bits, lottery, strata
 
     counter = torch.arange(500) * 7 + (5 << 32)
     for seed, stream in ((0, 1), (1, 2), (123456789012345, 9)):
-        assert torch.equal(bits(counter.to(DEVICE), seed, stream).cpu(), _draw.bits(counter, seed, stream))
-        for n, most in ((1000, 37), (20, 37)):
-            mine = strata(n, seed, stream, most, torch.device(DEVICE)).cpu()
-            assert torch.equal(mine, _draw.strata(counter, n, seed, stream, most))
-            assert torch.equal(mine, _draw.lottery(torch.ones(1, n, dtype=torch.bool), seed, stream, most)[0])
+        for told in ((seed, None), (0, torch.tensor(seed, device=DEVICE))):
+            mine = bits(counter.to(DEVICE), told[0], stream, told[1]).cpu()
+            assert torch.equal(mine, _draw.bits(counter, seed, stream))
+            for n, most in ((1000, 37), (20, 37)):
+                mine = strata(n, told[0], stream, most, torch.device(DEVICE), told[1]).cpu()
+                all_real = torch.ones(1, n, dtype=torch.bool)
+                assert torch.equal(mine, _draw.strata(counter, n, seed, stream, most))
+                assert torch.equal(mine, _draw.lottery(all_real, seed, stream, most)[0])
+                assert torch.equal(mine, lottery(all_real.to(DEVICE), told[0], stream, most, None, told[1])[0].cpu())
 
 
 def test_triton_refuses_what_it_cannot_serve() -> None:

@@ -36,8 +36,9 @@ def some(b: int, n: int, padding: int) -> torch.Tensor | None:
 @pytest.mark.parametrize("seed", [0, 7, 123456789012345])
 def test_directions_are_the_drawn_ones(seed: int) -> None:
     like = tokens(1)
-    fast, plain = FAST.directions(3, 5, 10, seed, like), _draw.directions(3, 5, 10, seed, like)
-    assert torch.allclose(fast, plain, rtol=1e-6, atol=1e-6)
+    plain = _draw.directions(3, 5, 10, seed, like)
+    for told in (seed, torch.tensor(seed, device=DEVICE)):
+        assert torch.allclose(FAST.directions(3, 5, 10, told, like), plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
@@ -175,6 +176,7 @@ def test_opcheck() -> None:
     seating = (None, queries, keys, None, None, None, 0.25, 0, -1, -1, True, 2, True)
     for op, args in (
         (ops.directions, (q.detach(), 2, 3, 16, 5)),
+        (ops.directions, (q.detach(), 2, 3, 16, 0, torch.tensor(5, device=DEVICE))),
         (ops.scores, (q.detach(), k.detach(), drawn, keep, None, True)),
         (ops.polytope, (q.detach(), tokens(2, 3, 16), None)),
         (ops.balanced, (scores, scores, keep, keep, 4, 5)),

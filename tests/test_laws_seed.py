@@ -30,6 +30,16 @@ def test_another_seed_is_another_draw(name: str) -> None:
 
 
 @over()
+def test_a_tensor_may_hold_the_seed(case: Case) -> None:
+    """And is read in the call, not before."""
+    x, holder = draw(case, dtype=torch.float32), torch.tensor(0)
+    for seed in (3, 2**40 + 5):
+        holder.fill_(seed)
+        wanted = x.attend(case.method, seed=seed, return_lse=True)
+        same_bits(x.attend(case.method, seed=holder, return_lse=True), wanted)
+
+
+@over()
 def test_a_generator_only_yields_the_seed(case: Case) -> None:
     x = draw(case, dtype=torch.float32)
     one, two = (torch.Generator().manual_seed(11) for _ in range(2))

@@ -243,7 +243,7 @@ def test_a_recording_that_fails_leaves_updates_as_they_are(monkeypatch):
     met = []
     replayed = Replayed(lambda batch: met.append(batch) or torch.zeros(()))
     for _ in range(5):
-        replayed({"x": torch.zeros(2)}, 0)
+        replayed({"x": torch.zeros(2)})
     assert len(met) == 5
     assert replayed.refused
 

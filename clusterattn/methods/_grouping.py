@@ -48,7 +48,7 @@ def space(
     return Space(metric, drawn[:, :d].mT, drawn[:, d] if bias else None, None)
 
 
-def main_directions(form: Tensor, rank: int, seed: int) -> Tensor:
+def main_directions(form: Tensor, rank: int, seed: _draw.Seed) -> Tensor:
     """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
     directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
     Nyström's in it."""

@@ -33,7 +33,8 @@ class MultiheadAttention(nn.Module):
     dropout     on the OUTPUT, after out_proj: clustering never holds the weights that torch drops
     causal      attend causally in every call
     seed        of the method's draws, the same in every call: one input, one answer, also when activation
-                checkpointing asks twice. Set ``.seed`` between steps for fresh draws
+                checkpointing asks twice. Set ``.seed`` between steps for fresh draws; a tensor that holds it makes
+                them fresh in the replays of a CUDA graph
 
     With Routing the module owns the centroids (a buffer, moved in training mode only) and leaves the
     commitment loss of its last training forward in ``auxiliary_loss`` (None with other methods); 1e-4 is
@@ -61,7 +62,7 @@ class MultiheadAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         causal: bool = False,
-        seed: int = 0,
+        seed: int | Tensor = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

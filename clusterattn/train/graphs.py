@@ -13,7 +13,6 @@ from ..tasks import Batch
 
 log = logging.getLogger(__name__)
 
-DRAWS = 4  # a graph holds the seeds of its methods' draws: so many are made of each shape, and take turns
 SIGHTINGS = 2  # a shape that comes more often is worth a graph; the first sightings also compile what needs compiling
 
 
@@ -21,7 +20,9 @@ class Replayed:
     """An update that is recorded once for every shape of batch and replayed from then on.
 
     ``update`` takes a batch and returns the loss: forward, backward, clipping, the optimizer's step, gradients set to
-    None. It must not wait for the device. Where recording fails, updates stay as they are and the log says why.
+    None. It must not wait for the device, and what is to change from one replay to the next (batch, learning rate,
+    seeds of the methods' draws) must stand in tensors. Where recording fails, updates stay as they are and the log says
+    why.
     """
 
     def __init__(self, update: Callable[[Batch], Tensor]) -> None:
@@ -31,8 +32,8 @@ class Replayed:
         self.pool: object = None
         self.refused = False
 
-    def __call__(self, batch: Batch, draw: int) -> Tensor:
-        key = (draw, *((name, tuple(each.shape), each.dtype) for name, each in sorted(batch.items())))
+    def __call__(self, batch: Batch) -> Tensor:
+        key = tuple((name, tuple(each.shape), each.dtype) for name, each in sorted(batch.items()))
         self.seen[key] += 1
         if key not in self.graphs and (self.refused or self.seen[key] <= SIGHTINGS):
             return self.update(batch)

@@ -20,7 +20,7 @@ from ..models import attentions
 from ..nn import ClusterFormerEncoder
 from ..tasks import Batch, Figures, Task, batches, order
 from . import checkpoint
-from .graphs import DRAWS, Replayed
+from .graphs import Replayed
 from .radam import RAdam
 from .settings import Settings
 
@@ -111,6 +111,8 @@ class _Training:
         self.model, self.optimizer = self.accelerator.prepare(self.plain, optimizer)
         self.attentions = attentions(self.plain)
         self.draws = [each.seed for each in self.attentions]  # for judgements, and for the model when it is handed out
+        # where a graph finds the seeds of an update
+        self.seeds = torch.zeros(len(self.attentions), dtype=torch.int64, device=self.accelerator.device)
         per_epoch = len(order(task, "train", settings.batch))
         self.per_epoch, self.steps = per_epoch, settings.steps or settings.epochs * per_epoch
         self.every = settings.evaluate or per_epoch
@@ -165,16 +167,18 @@ class _Training:
         return mean
 
     def _update(self, batch: Batch) -> Tensor:
-        draw = self.step if self.replayed is None else self.step % DRAWS
-        for at, attention in enumerate(self.attentions):
-            attention.seed = _mixed(self.settings.seed, draw, at)
+        seeds = [_mixed(self.settings.seed, self.step, at) for at in range(len(self.attentions))]
+        if self.replayed is not None:
+            self.seeds.copy_(torch.tensor(seeds))
+        for attention, seed in zip(self.attentions, seeds if self.replayed is None else self.seeds, strict=True):
+            attention.seed = seed
         rate = self.shrunk * self.settings.rate(self.step, self.steps)
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-        return self._descend(batch) if self.replayed is None else self.replayed(batch, draw)
+        return self._descend(batch) if self.replayed is None else self.replayed(batch)
 
     def _descend(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()

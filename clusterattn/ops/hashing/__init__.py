@@ -18,12 +18,14 @@ from . import kernels, reference
 
 
 @torch.library.custom_op("clusterattn::directions", mutates_args=())
-def _directions(like: Tensor, rounds: int, each: int, d: int, seed: int) -> Tensor:
-    return kernels.directions(rounds, each, d, seed, like.device)
+def _directions(
+    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None
+) -> Tensor:
+    return kernels.directions(rounds, each, d, number, like.device, holder)
 
 
 @_directions.register_fake
-def _(like: Tensor, rounds: int, each: int, d: int, seed: int) -> Tensor:
+def _(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
     return like.new_empty((rounds, each, d), dtype=torch.float32)
 
 
@@ -115,10 +117,13 @@ def _give_back(ctx: Any, d_unit: Tensor) -> Any:
 _unit.register_autograd(_give_back, setup_context=_keep)
 
 
-def directions(rounds: int, each: int, d: int, seed: int, like: Tensor, *, backend: str = "reference") -> Tensor:
+def directions(
+    rounds: int, each: int, d: int, seed: _draw.Seed, like: Tensor, *, backend: str = "reference"
+) -> Tensor:
     """(r each d) random directions in fp32 or better; those of one round do not depend on how many there are."""
     if serve("directions", backend, why_no_kernels(like)):
-        drawn: Tensor = _directions(like, rounds, each, d, seed)
+        number, holder = _draw.number_and_holder(seed)
+        drawn: Tensor = _directions(like, rounds, each, d, number, holder)
         return drawn
     return _draw.directions(rounds, each, d, seed, wide(like.new_empty(0)))
 

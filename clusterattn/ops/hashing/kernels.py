@@ -19,8 +19,9 @@ WIDEST = 8192  # numbers in a tile of rows
 
 
 @jit
-def directions_kernel(OUT, total, each, low, high, stream, BLOCK: tl.constexpr):
+def directions_kernel(OUT, HOLDER, total, each, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
     """_draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
+    low, high = _draw_kernels.halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = at % each + ((at // each) << 31)
     x = _draw_kernels._mix((counter + low) & 0xFFFFFFFF)
@@ -209,11 +210,14 @@ def _flags(valid: Tensor | None, like: Tensor) -> Tensor:
     return like if valid is None else valid.contiguous().view(torch.int8)
 
 
-def directions(rounds: int, each: int, d: int, seed: int, device: torch.device) -> Tensor:
+def directions(
+    rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None
+) -> Tensor:
     out = torch.empty(rounds, each, d, dtype=torch.float32, device=device)
+    held, low, high = _draw_kernels.seed_arguments(number, holder, out)
     if out.numel():
         directions_kernel[(_triton.cdiv(out.numel(), 256),)](
-            out, out.numel(), each * d, seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF, _draw.STREAM_ROUNDS,
+            out, held, out.numel(), each * d, low, high, _draw.STREAM_ROUNDS, HELD=holder is not None,
             BLOCK=256, num_warps=4,
         )  # fmt: skip
     return out
