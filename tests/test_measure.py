@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from clusterattn.measure.bench import _fault, bench
 from clusterattn.measure.compare import compare, methods_for, scaled
 from clusterattn.measure.error import exact_matrix
 from clusterattn.measure.rows import commit, dumps, rows_path, write_whole
+from clusterattn.measure.show import _in_lines
 
 pytest.importorskip("safetensors")
 
@@ -293,3 +295,12 @@ def test_the_check_before_timing_catches_a_wrong_kernel(monkeypatch):
 
     monkeypatch.setattr(module, "attention", wrong)
     assert "out is off by" in _fault(mixture(1, 2, 64, 8), ca.Clustered(clusters=4), False, False, 0)
+
+
+def test_a_log_is_told_of_progress_and_never_twice_the_same():
+    pytest.importorskip("rich")
+    lines = []
+    tick = _in_lines(SimpleNamespace(print=lambda line, highlight: lines.append(line)), every=0.0)
+    for text, done in (("one", 0), ("one", 0), ("one", 1), ("two", 1)):
+        tick(text, 2, done)
+    assert lines == ["0 of 2: one", "1 of 2: one", "1 of 2: two"]

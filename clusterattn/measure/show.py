@@ -242,14 +242,15 @@ def progress() -> Iterator[Callable[..., object]]:
 
 
 def _in_lines(console: Any, every: float = 15.0) -> Callable[..., object]:
-    """Progress for a log: one line at most every so many seconds."""
-    said, done = time.monotonic(), -1  # nothing is said of work that is soon over
+    """Progress for a log: one line at most every so many seconds, and none twice."""
+    said, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
 
     def tick(text: str, total: int, so_far: int | None = None) -> None:
-        nonlocal said, done
+        nonlocal said, done, last
         done = done + 1 if so_far is None else so_far
-        if time.monotonic() - said >= every:
-            said = time.monotonic()
-            console.print(f"{done} of {total}: {_literal(text)}", highlight=False)
+        line = f"{done} of {total}: {_literal(text)}"
+        if time.monotonic() - said >= every and line != last:
+            said, last = time.monotonic(), line
+            console.print(line, highlight=False)
 
     return tick

@@ -108,7 +108,8 @@ def reproduce(
 
     def inside(work: Work) -> Tick:
         """The progress of a cell, told beside that of all."""
-        return lambda text, total, step: tick(f"{work.experiment}: {work.cell.name}: {text}", len(left), done)
+        label = f"{work.experiment}: {work.cell.name}"
+        return lambda text, total, step: tick(f"{label}: {step} of {total}, {text}", len(left), done)
 
     quiet = [work for work in left if work.cell.alone]
     # short cells first: results are there early, and whatever is interrupted has most of its rows
