@@ -32,6 +32,7 @@ RAN: list[str] = []
 class Config:
     numbers: tuple[int, ...] = (1, 2, 3)
     bad: int | None = None
+    seeds: int = 1
 
 
 class Squares(Experiment):
@@ -89,6 +90,8 @@ def test_rows_of_another_configuration_are_not_mixed_in(tmp_path, monkeypatch):
     monkeypatch.setitem(Squares.scales, "smoke", Config(numbers=(1, 2, 3, 5)))
     assert len(runner.reproduce(["clustered-squares"], out=tmp_path).rows["clustered-squares"]) == 4
     assert len(RAN) == 7
+    monkeypatch.setitem(Squares.scales, "smoke", Config(numbers=(1, 2, 3, 5), seeds=3))  # is no other one
+    assert len(runner.reproduce(["clustered-squares"], out=tmp_path).rows["clustered-squares"]) == 4
 
 
 def test_a_cell_that_fails_loses_nothing_else(tmp_path, monkeypatch):

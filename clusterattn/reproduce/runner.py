@@ -138,9 +138,9 @@ def done_rows(experiment: Experiment, scale: str, out: Path) -> list[Row]:
 
 
 def fingerprint(experiment: Experiment, scale: str) -> str:
-    """Changes with the configuration, so that rows of another one are never mixed in."""
-    told = json.dumps(as_dict(experiment.scales[scale]), sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()[:8]
+    """Changes with the configuration, so that rows of another one are never mixed in. More seeds are no other one."""
+    told = {name: value for name, value in as_dict(experiment.scales[scale]).items() if name != "seeds"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def _whole_row(work: Work, row: Row, around: Row) -> Row:
