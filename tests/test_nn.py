@@ -302,17 +302,6 @@ def test_routing_learns_in_training_alone() -> None:
     assert MultiheadAttention(DIM, HEADS).auxiliary_loss is None
 
 
-def test_a_loss_that_is_taken_leaves_no_graph_behind() -> None:
-    encoder, x = Encoder(DIM, HEADS, 2, SMALL["routing"]).train(), tokens()
-    encoder(x)
-    kept = encoder.auxiliary_loss
-    assert kept is not None
-    taken = encoder.take_auxiliary_loss()
-    close(taken, kept)
-    assert encoder.auxiliary_loss is None
-    assert encoder.take_auxiliary_loss() is None
-
-
 def test_routings_centroids_are_saved_and_loaded() -> None:
     ours, x, y = routing(), tokens(), tokens(2)
     for each in (x, y):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clusterattn.reproduce import Context
+from clusterattn.reproduce._pace import measured
 from clusterattn.reproduce.timings import (
     EXPERIMENTS,
     LAYER,
@@ -19,7 +20,6 @@ from clusterattn.reproduce.timings import (
     Figure3,
     Figure4,
     Table7,
-    measured,
 )  # fmt: skip
 
 CPU = torch.device("cpu")

@@ -19,6 +19,7 @@ from toy_task import Toy
 
 from clusterattn.methods import METHODS
 from clusterattn.models import attending_with, attentions
+from clusterattn.nn import Encoder
 from clusterattn.tasks import batches, order, padded
 from clusterattn.train import Settings, fit, judge
 from clusterattn.train.graphs import Replayed
@@ -151,6 +152,16 @@ def test_radam_is_torchs(rate, decay):
     states = [each.state_dict()["state"] for each in (one, other)]
     assert states[0].keys() == states[1].keys()
     assert all(states[0][at].keys() == states[1][at].keys() for at in states[0])
+
+
+def test_a_loss_that_is_taken_leaves_no_graph_behind():
+    encoder = Encoder(16, 2, 2, SHORT["routing"]).train()
+    encoder(torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0)))
+    kept = encoder.auxiliary_loss
+    assert kept is not None
+    torch.testing.assert_close(encoder.take_auxiliary_loss(), kept)
+    assert encoder.auxiliary_loss is None
+    assert encoder.take_auxiliary_loss() is None
 
 
 def test_learning_rates():

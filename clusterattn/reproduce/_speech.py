@@ -18,7 +18,7 @@ from ..tasks.speech import Recording, Speech, joined, mistakes
 from ..train import Settings, fit
 from ..train.loop import moved
 from ._experiment import Cell, Context, Experiment
-from .timings import forward_backward, measured
+from ._pace import casting, forward_backward, measured
 
 SHARED = ("shared-full", "lsh-1", "lsh-4")  # queries are keys
 TRAINED = ("full", "shared-full", "lsh-1", "lsh-4", "clustered-100", "improved-100", "refined-100")
@@ -154,7 +154,7 @@ class Trained(Experiment):
             model = self._model(SpeechEncoder, cell, config, FEATURES, SYMBOLS).to(device).train(training)
 
             def answer() -> Tensor:
-                with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                with casting(device, config.precision):
                     given = model(frames, mask)
                     total: Tensor = given.logits.float().square().mean() + given.auxiliary
                 return total

@@ -187,7 +187,7 @@ class Table2(Shown):
         return [trained_table(rows, config, TABLE2, "phone error rate on test, %", ("s", "h"), (1.0, 1 / 3600))]
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        return trained_findings(rows, config, TABLE2, "s")
+        return trained_findings(rows, config, TABLE2)
 
 
 def trained_table(
@@ -230,7 +230,7 @@ COMPARED = [("improved-100", "full"), ("improved-100", "clustered-100"), ("clust
 
 
 def trained_findings(
-    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]], unit: str
+    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]]
 ) -> list[str]:
     """Errors by seed, and whether improved is faster than full."""
     tested = [{**row, "method": name} for name in config.trained for row in of_its_own(rows, config, name)]
@@ -410,7 +410,7 @@ class Table3(Trained):
         return [table]
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        return trained_findings(rows, config, TABLE3, "h")
+        return trained_findings(rows, config, TABLE3)
 
     def differences(self, config: Config) -> list[str]:
         return ["The paper's Table 3 is Switchboard with lattice-free MMI, on several GPUs, and word error rates.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..measure import plots
 from ..measure.rows import Row
-from ..measure.speed import first_line, peak_memory, timed
 from ..models import Positions, Stack
 from ..nn import EncoderLayer
 from ._experiment import Cell, Context, Experiment, Table
+from ._pace import Step, casting, forward_backward, measured
 
 # label -> method. "written out" is exact attention with its matrix in memory, as the papers' own baseline had it.
 LAYER = {
@@ -62,7 +61,6 @@ SAVED = {  # at 2000 tokens against the transformer, per cent: of memory, of tra
 REPLAYED = "on a GPU replayed as CUDA graphs, so without what Python takes to launch kernels"
 STEPS = 1000  # of which the ClusterFormer paper tells the time
 WORDS, CLASSES = 20_000, 20
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -78,41 +76,8 @@ class Config:
     seconds: float = 0.15  # for each measurement, at least one call after the warm-up
     precision: str = "no"  # or "bf16", by autocast
 
-    def casting(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
 
 # ---------------------------------------------------------------------------------------------------- measuring
-
-
-def measured(make: Callable[[], Step], device: torch.device, seconds: float) -> Row:
-    """Seconds of a step, on CUDA replayed as a graph, and the most memory it and what it needs ever hold; or why there
-    is no number."""
-    _clean(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    try:
-        step = make()
-        held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-        step()  # whatever has to be compiled
-        memory = held + peak_memory(step, device)
-        taken = timed(step, device, seconds=seconds)
-        row: Row = {"seconds": taken.seconds, "eager_seconds": taken.eager, "memory_bytes": memory,
-                    "timed": taken.repetitions}  # fmt: skip
-        return row if taken.why_eager is None else {**row, "why_eager": taken.why_eager[:100]}
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        return {"failed": first_line(error)[:100]}
-    finally:
-        step = taken = None  # type: ignore[assignment]
-        _clean(device)
-
-
-def _clean(device: torch.device) -> None:
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _kernel(label: str) -> Any:
@@ -193,7 +158,7 @@ class ClusteredFigure4(Timing):
         x = torch.randn(_batch(config, n), n, config.dim, device=device, requires_grad=True)
 
         def loss() -> Tensor:
-            with config.casting(device):
+            with casting(device, config.precision):
                 total: Tensor = layer(x).square().mean()
             return total
 
@@ -240,15 +205,6 @@ class ClusteredFigure4(Timing):
         return said
 
 
-def forward_backward(leaves: Sequence[Tensor], loss: Callable[[], Tensor]) -> Step:
-    def step() -> None:
-        loss().backward()  # type: ignore[no-untyped-call]
-        for leaf in leaves:  # here and not before: the next step's peak is to count its own gradients
-            leaf.grad = None
-
-    return step
-
-
 def _ahead_from(rows: Sequence[Row], config: Config, label: str, other: str, which: str = "training") -> int | None:
     """The least length from which on a method is faster wherever both ran; 0: never; None: nothing to compare."""
     pairs = [(n, _one(rows, label, n, which), _one(rows, other, n, which)) for n in config.lengths]
@@ -292,14 +248,14 @@ class ModelTiming(Timing):
         classes = torch.randint(CLASSES, (config.batch,), device=device)
 
         def loss() -> Tensor:
-            with config.casting(device):
+            with casting(device, config.precision):
                 logits, auxiliary = model(ids)
                 total: Tensor = nn.functional.cross_entropy(logits, classes) + auxiliary
             return total
 
         @torch.no_grad()
         def forward() -> object:
-            with config.casting(device):
+            with casting(device, config.precision):
                 return model(ids)[0]
 
         return forward_backward(list(model.parameters()), loss) if training else forward
