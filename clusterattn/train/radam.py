@@ -14,8 +14,8 @@ class RAdam(torch.optim.Optimizer):
     """torch.optim.RAdam with decoupled weight decay, and its state, but the factors that follow the number of the step
     are computed once and on the device, not for every parameter.
 
-    Torch's own, where a CUDA graph can hold it, launches ten small kernels for every parameter: more than half of all
-    kernels in an update of a small model. All parameters of a group step together.
+    Torch's own, where a CUDA graph can hold it, launches several small kernels for every parameter, and an update of a
+    small model is bound by launches. All parameters of a group step together.
     """
 
     def __init__(
