@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from ..methods import MethodSpec
 from ._parts import Answer, Positions, Stack
 
+# How far symbols start from zero; positions are 0.7 from it. The copy task is about positions: torch's 1 drowns them,
+# and much less than this hides what is to be copied. Both take more steps.
+SYMBOLS = 0.3
+
 
 class Tagger(nn.Module):
     """Embedding, fixed positions, layers by any method, and one linear map that all tokens share.
@@ -25,9 +29,7 @@ class Tagger(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = nn.Embedding(symbols, dim)
-        # As in the first transformer. With torch's N(0, 1) symbols drown positions, and the copy task, which is about
-        # positions, takes several times as many steps.
-        nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        nn.init.normal_(self.embedding.weight, std=SYMBOLS)
         self.positions = Positions(dim)
         self.stack = Stack(method, dim, heads, layers, length=length, **options)
         self.head = nn.Linear(dim, labels)
