@@ -21,7 +21,7 @@ from clusterattn.methods import METHODS
 from clusterattn.models import attending_with, attentions
 from clusterattn.nn import Encoder
 from clusterattn.tasks import batches, order, padded
-from clusterattn.train import Settings, fit, judge
+from clusterattn.train import Settings, fit, judge, loop
 from clusterattn.train.graphs import Replayed
 from clusterattn.train.radam import RAdam
 
@@ -74,6 +74,26 @@ def test_an_interrupted_training_ends_as_if_nothing_had_happened(tmp_path):
     resumed = trained(Toy(), "refined:clusters=4,top=4", epochs=4, decay="plateau", plateau=1, folder=tmp_path)
     same(weights(whole), weights(resumed))
     assert [row["loss"] for row in resumed.history] == [row["loss"] for row in whole.history]
+
+
+def test_the_scale_of_fp16_is_taken_up_again(tmp_path, monkeypatch):
+    made = []
+
+    def scaled(*options):  # fp16 itself needs a GPU, its scaler does not
+        accelerator = accelerator_of(*options)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=3)
+        made.append(accelerator)
+        return accelerator
+
+    accelerator_of = loop._accelerator
+    monkeypatch.setattr(loop, "_accelerator", scaled)
+    whole = trained(Toy(), epochs=4)
+    trained(Toy(), epochs=2, folder=tmp_path)
+    resumed = trained(Toy(), epochs=4, folder=tmp_path)
+    same(weights(whole), weights(resumed))
+    states = [each.scaler.state_dict() for each in made]
+    assert states[0] == states[2]
+    assert states[0]["scale"] > states[1]["scale"] > 2.0
 
 
 def test_killed_at_any_moment_it_goes_on(tmp_path):

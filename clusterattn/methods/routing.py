@@ -59,7 +59,8 @@ class Routing(Method):
         x = F.normalize(wide(q), dim=-1)
         y = F.normalize(wide(k).repeat_interleave(h // k.shape[1], 1), dim=-1)
         valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
-        both, valid = torch.cat([x, y], 2).detach(), torch.cat([valid_q, valid_k], 1).unsqueeze(1)
+        tokens, valid = torch.cat([x, y], 2), torch.cat([valid_q, valid_k], 1).unsqueeze(1)
+        both = tokens.detach()
         if call.state is not None:
             means = self._known(call.state, q).expand(b, -1, -1, -1)
             alive = means.abs().sum(-1) > 0
@@ -70,13 +71,13 @@ class Routing(Method):
             means, alive = means.expand(b, -1, -1, -1), alive.expand(b, -1, -1)
         else:
             means, alive = self._start(both, valid, n, call)
-        near_q, near_k = means @ x.detach().mT, means @ y.detach().mT  # (b h c n), (b h c m)
-        seats_q = self._nearest(near_q, valid_q, alive)
-        seats_k = self._nearest(near_k, valid_k, alive)
-        buckets = self._with_leftovers(near_q, seats_q, seats_k, valid_q, alive)
+        seats_q = self._nearest(both[:, :, :n], valid_q, means, alive)
+        seats_k = self._nearest(both[:, :, n:], valid_k, means, alive)
+        labels = call.ops.assign(both if call.keep_state else both[:, :, :n], means, alive)
+        buckets = self._with_leftovers(labels[..., :n], seats_q, seats_k, valid_q, means.shape[2])
         if not call.keep_state:
             return buckets, None
-        return buckets, self._learn(torch.cat([x, y], 2), valid, means, alive, call)
+        return buckets, self._learn(tokens, labels, valid, means, call)
 
     def _known(self, state: object, q: Tensor) -> Tensor:
         if not isinstance(state, RoutingState) or state.means.shape[0::2] != (q.shape[1], q.shape[3]):
@@ -98,18 +99,18 @@ class Routing(Method):
         starts = tokens.gather(2, at) * alive.unsqueeze(-1)  # a centroid that never was is 0
         return call.ops.lloyd(tokens, valid, starts, alive, updates=FIRST_STEPS), alive
 
-    def _nearest(self, near: Tensor, valid: Tensor, alive: Tensor) -> Tensor:
-        """The ``window`` valid tokens nearest to each living centroid: (b h c w)."""
-        near = near.masked_fill(~(valid[:, None, None] & alive.unsqueeze(-1)), float("-inf"))
+    def _nearest(self, points: Tensor, valid: Tensor, means: Tensor, alive: Tensor) -> Tensor:
+        """The ``window`` valid points nearest to each living centroid: (b h c w)."""
+        near = means @ points.mT  # (b h c n): the largest thing here, so that it is not kept
+        near = near.masked_fill_(~(valid[:, None, None] & alive.unsqueeze(-1)), float("-inf"))
         best, at = near.topk(min(self.window, near.shape[-1]), -1)
         return torch.where(best == float("-inf"), -1, at)
 
-    def _with_leftovers(self, near: Tensor, seats_q: Tensor, seats_k: Tensor, valid: Tensor, alive: Tensor) -> Buckets:
-        """Queries that no centroid took sit with the keys of the nearest one, in tiles of their own."""
-        b, h, c, n = near.shape
-        taken = torch.zeros(b, h, n + 1, dtype=torch.bool, device=near.device)
+    def _with_leftovers(self, home: Tensor, seats_q: Tensor, seats_k: Tensor, valid: Tensor, c: int) -> Buckets:
+        """Queries that no centroid took sit with the keys of the nearest one, their home, in tiles of their own."""
+        b, h, n = home.shape
+        taken = torch.zeros(b, h, n + 1, dtype=torch.bool, device=home.device)
         taken = taken.scatter(2, torch.where(seats_q < 0, n, seats_q).flatten(2), True)[..., :n]
-        home = near.masked_fill(~alive.unsqueeze(-1), float("-inf")).argmax(2)
         home = torch.where(taken | ~valid.unsqueeze(1), -1, home)
         table, first = tables.tiles(home, c, TILE)
         cluster, z = tables.family_of(first, table.shape[2]), seats_k.shape[-1]
@@ -121,17 +122,15 @@ class Routing(Method):
             torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2), rounds=0
         )
 
-    def _learn(self, tokens: Tensor, valid: Tensor, means: Tensor, alive: Tensor, call: Call) -> RoutingState:
+    def _learn(self, tokens: Tensor, labels: Tensor, valid: Tensor, means: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
-        labels = call.ops.assign(tokens.detach(), means, alive)
-        labels = torch.where(valid, labels, means.shape[2])
-        one_hot = F.one_hot(labels, means.shape[2] + 1)[..., :-1].to(tokens.dtype)  # (b h n c)
-        counts = one_hot.sum((0, 2)).unsqueeze(-1)
-        sums = torch.einsum("bhnc,bhnd->hcd", one_hot, tokens.detach())
+        c, members, still = means.shape[2], torch.where(valid, labels, -1), tokens.detach()
+        of_each, counts = call.ops.means(still, members, c, roll=call.ops.roll(members, c, still))
+        sums, total = (of_each * counts.unsqueeze(-1)).sum(0), counts.sum(0).unsqueeze(-1)
         old = means[0].detach()
-        seen = F.normalize(sums / counts.clamp(min=1), dim=-1)
-        new = torch.where(counts > 0, old * self.decay + seen * (1 - self.decay), old)
-        mine = means.detach().gather(2, labels.clamp(max=means.shape[2] - 1).unsqueeze(-1).expand_as(tokens))
+        seen = F.normalize(sums, dim=-1)
+        new = torch.where(total > 0, old * self.decay + seen * (1 - self.decay), old)
+        mine = call.ops.broadcast(means.detach(), members)
         apart = (tokens - mine).square().mean(-1) * valid
         return RoutingState(new, apart.sum() / (valid.sum() * tokens.shape[1]).clamp(min=1))
 

@@ -266,6 +266,8 @@ class _Training:
     def _save(self) -> None:
         if self.folder is not None and self.accelerator.is_main_process:
             progress = {name: getattr(self, name) for name in PROGRESS}
+            if self.accelerator.scaler is not None:  # fp16's, which has felt its way to a scale
+                progress["scaler"] = self.accelerator.scaler.state_dict()
             # the best first: a state must find the weights that it speaks of
             checkpoint.write(self.folder / BEST, self.kept, None, {}, self._recipe)
             checkpoint.write(self.folder / STATE, self.plain.state_dict(), self.optimizer, progress, self._recipe)
@@ -277,6 +279,8 @@ class _Training:
         progress = checkpoint.read(self.folder / STATE, self.plain, self.optimizer, self._recipe)
         for name in PROGRESS:
             setattr(self, name, progress[name])
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(progress["scaler"])
         self.kept = checkpoint.weights(self.folder / BEST)
         if self.tick is not None:
             self.tick(f"going on from step {self.step}", self.steps, self.step)
