@@ -427,6 +427,7 @@ def _faster(rows: Sequence[Row], n: int, labels: Sequence[str], peer: str) -> di
 
 # ---------------------------------------------------------------------------------------------------- pictures
 
+LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
 
 
@@ -456,12 +457,21 @@ def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
             if log:
                 axis.set(xscale="log", yscale="log")
                 lengths = sorted({n for each, _ in drawn.values() for n in each})
-                axis.set_xticks(lengths, [_spaced(n) for n in lengths], rotation=45 if len(lengths) > 7 else 0)
+                axis.set_xticks(lengths, _apart(lengths), rotation=45 if len(lengths) > 7 else 0)
                 axis.minorticks_off()
                 plots.plain_log_ticks(axis.yaxis)
             axis.grid(True)
         figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")
         return plots.as_png(figure)
+
+
+def _apart(lengths: Sequence[int]) -> list[str]:
+    """Their names, but for those that would stand on the one before."""
+    names, last = [], 0.0
+    for n in lengths:
+        names.append(_spaced(n) if n >= LEGIBLE * last else "")
+        last = n if names[-1] else last
+    return names
 
 
 EXPERIMENTS = (ClusteredFigure4, Figure3, Figure4, Table7)
