@@ -20,6 +20,7 @@ from clusterattn.reproduce.timings import (
     Figure3,
     Figure4,
     Table7,
+    _apart,
 )  # fmt: skip
 
 CPU = torch.device("cpu")
@@ -116,3 +117,7 @@ def test_lengths_are_the_papers() -> None:
     assert Table7.scales["small"].batch == 2
     assert Figure3.scales["small"].lengths[-1] == 2000
     assert Figure3.scales["small"].batch == 20
+
+
+def test_names_on_an_axis_do_not_stand_on_each_other() -> None:
+    assert _apart([35_000, 45_000, 55_000, 100_000]) == ["35 000", "", "55 000", "100 000"]
