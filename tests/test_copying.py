@@ -110,9 +110,19 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
     assert picture.startswith(b"\x89PNG")
     said = experiment.findings([{**row, "accuracy": 0.99 + (row["letters"] == 7) / 100} for row in rows], config)
     assert said[0].startswith("improved with 4 clusters gets 99.5% of the masked tokens at 1 of 2 lengths; the least")
-    assert "99.00%" in said[0] and said[0].endswith("at N = 24.")  # noqa: PT018
+    assert "99.00%" in said[0]
+    assert said[0].endswith("at N = 24.")
     assert experiment.differences(config)
     assert not experiment.findings([], config)
+
+
+def test_figure_5_counts_lengths_not_seeds_and_says_what_is_hard() -> None:
+    rows = [{"method": "improved", "budget": 15, "letters": letters, "accuracy": 1 - (letters + seed == 256) / 10,
+             "accuracy_all": 1.0} for letters in (31, 255) for seed in range(3)]  # fmt: skip
+    said = Figure5().findings(rows, Figure5.scales["paper"])
+    assert said[0].startswith("improved with 15 clusters gets 99.5% of the masked tokens at 1 of 2 lengths")
+    assert "34 queries on average, and 32 near keys" in said[1]
+    assert said[2] == "improved solves 5 of 6 cells (the paper: all)."
 
 
 def test_figure_5_is_the_papers_at_small_scale() -> None:

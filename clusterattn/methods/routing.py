@@ -56,11 +56,10 @@ class Routing(Method):
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, RoutingState | None]:
         b, h, n, _ = q.shape
-        x = F.normalize(wide(q), dim=-1)
-        y = F.normalize(wide(k).repeat_interleave(h // k.shape[1], 1), dim=-1)
-        valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
-        tokens, valid = torch.cat([x, y], 2), torch.cat([valid_q, valid_k], 1).unsqueeze(1)
+        tokens = F.normalize(torch.cat([wide(q), wide(k).repeat_interleave(h // k.shape[1], 1)], 2), dim=-1)
         both = tokens.detach()
+        valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
+        valid = torch.cat([valid_q, valid_k], 1).unsqueeze(1)
         if call.state is not None:
             means = self._known(call.state, q).expand(b, -1, -1, -1)
             alive = means.abs().sum(-1) > 0
@@ -101,7 +100,7 @@ class Routing(Method):
 
     def _nearest(self, points: Tensor, valid: Tensor, means: Tensor, alive: Tensor) -> Tensor:
         """The ``window`` valid points nearest to each living centroid: (b h c w)."""
-        near = means @ points.mT  # (b h c n): the largest thing here, so that it is not kept
+        near = means @ points.mT  # (b h c n), the largest thing here: gone when this returns
         near = near.masked_fill_(~(valid[:, None, None] & alive.unsqueeze(-1)), float("-inf"))
         best, at = near.topk(min(self.window, near.shape[-1]), -1)
         return torch.where(best == float("-inf"), -1, at)
