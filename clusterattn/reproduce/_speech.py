@@ -80,7 +80,7 @@ class Config:
     seconds: float = 120.0
 
 
-SMALL = Config(seeds=(0,), steps=3000)
+SMALL = Config(steps=3000)
 PAPER = Config(
     also=(("full", 4), ("full", 6), ("improved-100", 6), ("improved-200", 6), ("improved-200", 9),
           ("clustered-200", 9), ("clustered-300", 9)),
