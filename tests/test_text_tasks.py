@@ -437,6 +437,8 @@ def test_a_lead_is_one_at_95_per_cent() -> None:
     assert lead([2.0, 4.0, 3.0]) == ("+3.0 ± 0.6", "ahead")
     assert lead([-0.2, -0.4, -0.3], digits=2) == ("-0.30 ± 0.06", "behind")
     assert lead([1.0] * 40 + [-1.0] * 20) == ("+0.3 ± 0.1", "ahead")
+    assert lead([2.0, 4.0, 3.0], less_is_better=True) == ("+3.0 ± 0.6", "behind")
+    assert lead([-2.0, -4.0, -3.0], less_is_better=True) == ("-3.0 ± 0.6", "ahead")
     assert lead([2.0]) == ("+2.0", "")
     assert lead([0.0, 0.0]) == ("+0.0 ± 0.0", "not told apart")
     assert lead([]) == ("…", "")
@@ -448,6 +450,18 @@ def test_differences_are_taken_seed_by_seed() -> None:
     rows = [{"set": "CR", "method": method, "seed": seed, "accuracy": value} for method, seed, value in
             (("a", 0, 0.9), ("a", 1, 0.7), ("a", 2, 0.5), ("b", 0, 0.8), ("b", 1, 0.8))]  # fmt: skip
     assert apart(rows, "accuracy", "a", "b", set="CR") == pytest.approx([10, -10])
+
+
+def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> None:
+    table, config = Table4(), Table4.scales["small"]
+    rows = [{"clusters": k, "accuracy": accuracy, "seconds_per_epoch": seconds, "memory_mib": None}
+            for k, accuracy, seconds in ((0, 0.8, 2.0), (5, 0.81, 4.0), (20, 0.77, 3.0))]  # fmt: skip
+    assert table.findings(rows, config) == [
+        "ClusterFormer against exact attention, points of accuracy: +1.0 with k = 5, -3.0 with k = 20 (paper: +0.2 "
+        "with k = 20, +0.1 with k = 5).",
+        "ClusterFormer against exact attention, times the time: 1.50 to 2.00 (paper: 0.58 to 0.75).",
+    ]
+    assert table.findings(rows[1:], config) == []
 
 
 def test_one_repetition_claims_no_error_and_no_verdict() -> None:

@@ -109,6 +109,10 @@ def test_what_is_saved_stands_beside_the_papers() -> None:
     assert {row[0]: row[1] for row in memory[-1].rows}["clusterformer"] == "53.8 | 75.0"
     assert memory[0].rows[0][-1] == "3815"  # MiB
     assert "clusterformer from 2 000 words" in Figure3().findings(rows, config)[0]
+    assert Figure4().findings(rows, config) == []  # SDPA, of which the paper says nothing, is not among them
+    rows += [{**row, "method": "transformer (SDPA)", "memory_bytes": 5e8} for row in rows[::2]]
+    told = "at 2 000 words, times the memory of transformer (SDPA): clusterformer 2.00."
+    assert Figure4().findings(rows, config) == [f"Training {told}", f"Inference {told}"]
 
 
 def test_lengths_are_the_papers() -> None:

@@ -139,7 +139,7 @@ def apart(
     return [times * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
 
 
-def lead(differences: Sequence[float], digits: int = 1) -> tuple[str, str]:
+def lead(differences: Sequence[float], digits: int = 1, *, less_is_better: bool = False) -> tuple[str, str]:
     """("+1.2 ± 0.4", "ahead"): mean and standard error of the differences between runs that share all else (seed,
     split), and by Student's t at 95 % "ahead", "behind" or "not told apart"; "" for one difference alone."""
     if not differences:
@@ -149,7 +149,7 @@ def lead(differences: Sequence[float], digits: int = 1) -> tuple[str, str]:
         return f"{mean:+.{digits}f}", ""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     within = STUDENT[min(len(differences) - 1, len(STUDENT)) - 1] * error
-    verdict = "not told apart" if abs(mean) <= within else "ahead" if mean > 0 else "behind"
+    verdict = "not told apart" if abs(mean) <= within else "behind" if (mean > 0) == less_is_better else "ahead"
     return f"{mean:+.{digits}f} ± {error:.{digits}f}", verdict
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,31 +122,32 @@ class Table1(Trained):
         return common_differences(config)
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        mine = [row for row in rows if row["layers"] == config.layers]
-        cells = [(name, trained) for name in config.evaluated for trained in config.trained]
+        mine = [{**row, "method": row.get("evaluated")} for row in rows if row["layers"] == config.layers]
 
-        def means(key: str) -> dict[tuple[str, str], float]:
-            found = {cell: chosen(mine, key, evaluated=cell[0], trained=cell[1]) for cell in cells}
-            return {cell: statistics.fmean(each) for cell, each in found.items() if each}
+        def ours(key: str, one: str, other: str) -> str:
+            return _columns({name: apart(mine, key, one, other, trained=name) for name in config.trained})
 
-        measures = {"by error rate": means("dev"), "by distance from full attention": means("kl")}
         lines = []
         for one, other in RIVALS:
-            ours = [f"{told} {words}" for words, values in measures.items() if (told := _ahead(one, other, values))]
-            theirs = _ahead(one, other, TABLE1)
-            if ours:
-                paper = f"; in the paper in {theirs} by error rate" if theirs else ""
-                lines.append(f"{one} is ahead of {other} in {', in '.join(ours)}{paper}.")
+            theirs = _columns({name: [TABLE1[one, name] - TABLE1[other, name]] for name in TRAINED
+                               if {(one, name), (other, name)} <= TABLE1.keys()})  # fmt: skip
+            told = {"by distance from full attention": ours("kl", one, other), "by error rate": ours("dev", one, other)}
+            if all(told.values()):
+                told |= {"in the paper, by error rate,": theirs} if theirs else {}
+                lines.append(f"{one} against {other}: {'; '.join(f'{by} {each}' for by, each in told.items())}.")
         return lines
 
 
-def _ahead(one: str, other: str, values: dict[tuple[str, str], float]) -> str:
-    """In how many columns, and where not."""
-    won = {trained: values[one, trained] < values[name, trained] for name, trained in values
-           if name == other and (one, trained) in values}  # fmt: skip
-    lost = [trained for trained, ahead in won.items() if not ahead]
-    told = f" (not when trained with {', '.join(lost)})" if lost else ""
-    return f"{sum(won.values())} of {len(won)} columns{told}" if won else ""
+def _columns(differences: Mapping[str, Sequence[float]]) -> str:
+    """"ahead in 4 of 7 columns (behind when trained with lsh-1)": from the errors of one less those of another."""
+    columns: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": []}
+    for name, each in differences.items():
+        if each:
+            _, verdict = lead(each, less_is_better=True)
+            columns[verdict or ("ahead" if each[0] < 0 else "behind")].append(name)
+    count, ahead = sum(map(len, columns.values())), len(columns.pop("ahead"))
+    rest = "; ".join(f"{verdict} when trained with {', '.join(names)}" for verdict, names in columns.items() if names)
+    return f"ahead in {ahead} of {count} columns{f' ({rest})' if rest else ''}" if count else ""
 
 
 RIVALS = [(f"improved-{c}", f"clustered-{c}") for c in (100, 200)]
@@ -236,11 +237,11 @@ def trained_findings(
     tested = [{**row, "method": name} for name in config.trained for row in of_its_own(rows, config, name)]
     lines = []
     for one, other in COMPARED:
-        if saved := apart(tested, "test", other, one):
-            theirs = published[other][0] - published[one][0] if one in published and other in published else None
-            text, verdict = lead(saved, 2)
-            told = _against_paper(verdict, saved, theirs)
-            lines.append(f"{one} saves {text} points of error rate on test against {other} ({told}).")
+        if more := apart(tested, "test", one, other):
+            theirs = published[one][0] - published[other][0] if one in published and other in published else None
+            text, verdict = lead(more, 2, less_is_better=True)
+            told = _against_paper(verdict, more, theirs)
+            lines.append(f"{one} against {other}, points of error rate on test: {text} ({told}).")
     full, improved = (pace(rows, name, config.layers) for name in ("full", "improved-100"))
     if full is not None and improved is not None:
         theirs = published["full"][1] / published["improved-100"][1]
@@ -263,11 +264,11 @@ class Figure1(Shown):
     place = "Figure 1"
     about = "speech: phone error rate against the time of a forward pass"
 
-    def places(self, rows: Sequence[Row]) -> dict[tuple[str, int], tuple[float, float]]:
-        """Milliseconds and error rate of every model of which both are known."""
+    def places(self, rows: Sequence[Row]) -> dict[tuple[str, int], tuple[float, list[float]]]:
+        """Milliseconds, and error rates in per cent by seed, of every model of which both are known."""
         found = {model: (pace(rows, *model, ANSWERING), chosen(each, "dev")) for model, each in self.of(rows).items()}
-        return {model: (1e3 * time, statistics.fmean(errors)) for model, (time, errors) in sorted(found.items())
-                if time is not None}  # fmt: skip
+        return {model: (1e3 * time, [100 * error for error in errors])
+                for model, (time, errors) in sorted(found.items()) if time is not None}  # fmt: skip
 
     def of(self, rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
         """The rows of every model, evaluated with what trained it."""
@@ -279,7 +280,7 @@ class Figure1(Shown):
 
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         table = Table("Speed against accuracy (ours)", ["trained with", "layers", "forward, ms", "phone error rate, %"],
-                      notes=["The paper prints no numbers beside its Figure 1."])  # fmt: skip
+                      notes=["± is the standard deviation over seeds. The paper prints no numbers."])  # fmt: skip
         for (name, layers), each in sorted(self.of(rows).items()):
             cost = pace(rows, name, layers, ANSWERING)
             told = "…" if cost is None else f"{1e3 * cost:.2f}"
@@ -291,24 +292,27 @@ class Figure1(Shown):
         if not places:
             return None
         with plots.rules():
-            figure = plots.canvas(6.4, 4.2)
+            figure = plots.canvas(7.6, 4.2)
             axis = figure.subplots()
             axis.margins(x=0.1, y=0.1)
             middle = (min(times := [time for time, _ in places.values()]) + max(times)) / 2
             deep = len({layers for _, layers in places}) > 1
-            for (name, layers), (time, error) in places.items():
+            for (name, layers), (time, errors) in places.items():
                 colour, marker = look(name)
-                axis.scatter([time], [100 * error], color=colour, marker=marker, s=45, zorder=3)
+                error = statistics.fmean(errors)
+                axis.errorbar([time], [error], [statistics.stdev(errors)] if len(errors) > 1 else None, color=colour,
+                              marker=marker, markersize=7, elinewidth=1, capsize=3, zorder=3)  # fmt: skip
                 side = -1 if time > middle else 1  # names stand towards the middle, where there is room
-                axis.annotate(_called(name, layers) if deep else name, (time, 100 * error), xytext=(6 * side, 4),
-                              textcoords="offset points", ha="right" if side < 0 else "left", color=colour)  # fmt: skip
+                axis.annotate(_called(name, layers) if deep else name, (time, error), xytext=(7 * side, 4),
+                              textcoords="offset points", ha="right" if side < 0 else "left", color=colour, zorder=4,
+                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
             axis.set(xlabel="time of a forward pass, ms", ylabel="phone error rate, %", title="Speed against accuracy")
             axis.grid(True)
             return plots.as_png(figure)
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         """In the paper improved is better than all others for every budget: so nothing may be faster and better."""
-        at = self.places(rows)
+        at = {point: (time, statistics.fmean(errors)) for point, (time, errors) in self.places(rows).items()}
         others = {point: each for point, each in at.items() if not point[0].startswith(("improved", "refined"))}
         lines = []
         for point, (cost, error) in at.items():
@@ -381,10 +385,10 @@ class Figure7(Shown):
         least = ", ".join(f"{name} {means[name]:.3f}" for name in sorted(means, key=means.__getitem__))
         lines = [f"Training loss at the end, by as many updates of the same size for all, least first: {least}."]
         for one, other in CONVERGED:
-            if saved := apart(ends, "loss", other, one, times=1):
-                text, verdict = lead(saved, 3)
-                told = verdict or "one run"
-                lines.append(f"{one} ends {text} nats below {other} ({told}); in the paper it converges faster.")
+            if more := apart(ends, "loss", one, other, times=1):
+                text, verdict = lead(more, 3, less_is_better=True)
+                lines.append(f"{one} against {other}, nats at the end: {text} ({verdict or 'one run'}); in the paper "
+                             f"{one} converges faster.")  # fmt: skip
         return lines
 
 

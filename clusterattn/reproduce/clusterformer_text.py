@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..measure import plots
@@ -258,19 +258,36 @@ class Table4(TextExperiment):
         return [
             f"Texts are cut after {config.length} words (published: 1500); batches hold texts of like length, so few "
             "are as long as that.",
+            "Exact attention is torch's SDPA, which keeps no attention matrix; the paper's, of 2022, does.",
             sizes_said(config, "2 layers of width 300, batches of 64 on a V100"),
             LOSSES,
         ]
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        exact = chosen(rows, "accuracy", clusters=0)
-        ours = {k: chosen(rows, "accuracy", clusters=k) for k in config.many_clusters if k}
-        if not exact or not all(ours.values()):
-            return []
-        gaps = {k: 100 * (statistics.fmean(each) - statistics.fmean(exact)) for k, each in ours.items()}
-        best, worst = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
-        return [f"Against exact attention ClusterFormer is {gaps[best]:+.1f} points with k = {best} and "
-                f"{gaps[worst]:+.1f} with k = {worst} (paper: +0.2 with k = 20, -1.6 with k = 500)."]  # fmt: skip
+        """The paper: up to 60 clusters little accuracy is lost, and memory and time are saved with any number."""
+        lines = []
+        for place, (key, words) in enumerate(MEASURED.items()):
+            found = {k: each for k in config.many_clusters if (each := chosen(rows, key, clusters=k))}
+            if len(found) > 1 and 0 in found:
+                ours = {k: statistics.fmean(each) * (100 if key == "accuracy" else 1) for k, each in found.items()}
+                theirs = {k: TABLE4[k][place] for k in found}
+                say = _points if key == "accuracy" else _times
+                lines.append(f"ClusterFormer against exact attention, {words}: {say(ours)} (paper: {say(theirs)}).")
+        return lines
+
+
+MEASURED = {"accuracy": "points of accuracy", "memory_mib": "times the memory", "seconds_per_epoch": "times the time"}
+
+
+def _points(by_clusters: Mapping[int, float]) -> str:
+    exact, *some = sorted(by_clusters)
+    ends = max(some, key=by_clusters.__getitem__), min(some, key=by_clusters.__getitem__)
+    return ", ".join(f"{by_clusters[k] - by_clusters[exact]:+.1f} with k = {k}" for k in ends)
+
+
+def _times(by_clusters: Mapping[int, float]) -> str:
+    exact, *some = (by_clusters[k] for k in sorted(by_clusters))
+    return f"{min(some) / exact:.2f} to {max(some) / exact:.2f}"
 
 
 class Table5(TextExperiment):

@@ -350,7 +350,17 @@ class Figure4(Figure3):
     words = "MiB"
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        return []  # the table of what is saved says it
+        """The paper has the written out transformer only, for which the table says it."""
+        peer, longest, said = config.methods[1], config.lengths[-1], []
+        for which in self.passes:
+            peers, *ours = (self._units(_one(rows, label, longest, which), self.key, 1.0)
+                            for label in config.methods[1:])  # fmt: skip
+            times = {label: value / peers for label, value in zip(config.methods[2:], ours, strict=True)
+                     if value and peers}  # fmt: skip
+            if times:
+                told = ", ".join(f"{label} {times[label]:.2f}" for label in sorted(times, key=times.__getitem__))
+                said.append(f"{which.capitalize()} at {_spaced(longest)} words, times the memory of {peer}: {told}.")
+        return said
 
 
 class Table7(ModelTiming):
