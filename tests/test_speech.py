@@ -406,8 +406,12 @@ def test_findings_go_seed_by_seed() -> None:
     assert speech_tables.Figure1().findings(rows, SMALL) == []
     rows += [pace_row(name, 1.0 + (name == "improved-100")) for name in ("full", "improved-100", "clustered-100")]
     said = speech_tables.Figure1().findings(rows, SMALL)
-    assert said[0] == "Both faster and better than improved-100 with 4 layers, of 2 others: clustered-100 with 4 " \
-        "layers, unlike in the paper."  # full is faster only  # fmt: skip
+    assert said == ["Both faster and better than improved-100 with 4 layers, of 2 others: none, as in the paper."]
+    rows += [model_row("clustered-100", 1, 0.28), model_row("clustered-100", 2, 0.41), pace_row("lsh-4", 1.0)]
+    rows += [model_row("lsh-4", seed, 0.15 + seed / 10) for seed in range(3)]
+    assert speech_tables.Figure1().findings(rows, SMALL)[0].endswith(
+        "of 3 others: lsh-4 with 4 layers, unlike in the paper; faster and not told apart: clustered-100 with 4 layers."
+    )
 
 
 def test_each_table_names_the_data_it_stands_for() -> None:
