@@ -122,8 +122,18 @@ def run_with_processes(tmp_path, code):
     return done.stdout.strip()
 
 
-def test_two_processes_give_the_rows_of_one(tmp_path):
-    assert run_with_processes(tmp_path, "class Mine(Squares): pass") == "[1, 4, 9] []"
+def test_two_processes_give_the_rows_of_one_and_tell_their_own_threads(tmp_path):
+    code = (
+        "import torch\n"
+        "class Mine(Squares):\n"
+        "    def run(self, cell, config, context):\n"
+        "        return [{**row, 'had': torch.get_num_threads()} for row in super().run(cell, config, context)]"
+    )
+    assert run_with_processes(tmp_path, code) == "[1, 4, 9] []"
+    (path,) = (tmp_path / "rows").glob("*.jsonl")
+    for row in read(path):
+        assert row["environment"]["threads"] == row["had"]
+        assert f"-{row['had']}-threads_{row['environment']['date'][:10]}" in path.name
 
 
 def test_a_cell_that_measures_time_runs_alone_and_last(tmp_path):

@@ -71,13 +71,19 @@ def commit() -> str | None:
         return None
 
 
-def rows_path(folder: str | Path, theme: str, device: str | torch.device = "cpu") -> Path:
-    """``theme_hardware_date.jsonl``: sorts by theme, and two machines never write to one file."""
-    brand = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", hardware(device).lower())
+def rows_path(
+    folder: str | Path, theme: str, device: str | torch.device = "cpu", around: Row | None = None
+) -> Path:
+    """``theme_hardware_date.jsonl``: sorts by theme, and two machines never write to one file.
+
+    around   the environment that the rows tell; this one if there is none
+    """
+    around = around or environment(device)
+    brand = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", around["hardware"].lower())
     slug = re.sub(r"[^a-z0-9]+", "-", brand).strip("-")
     if torch.device(device).type == "cpu":
-        slug += f"-{torch.get_num_threads()}-threads"
-    return Path(folder) / f"{theme}_{slug}_{datetime.date.today().isoformat()}.jsonl"
+        slug += f"-{around['threads']}-threads"
+    return Path(folder) / f"{theme}_{slug}_{around['date'][:10]}.jsonl"
 
 
 def append(path: str | Path, *rows: Row) -> None:

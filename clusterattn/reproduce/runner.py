@@ -102,8 +102,10 @@ def reproduce(
         if isinstance(answer, str):
             failed[label] = answer
         else:
-            path = files.rows_path(out, f"{THEME}-{work.experiment}", device)
-            files.append(path, *(_whole_row(work, row, around) for row in answer))
+            shared = together and not work.cell.alone
+            mine = {**around, "threads": threads_of(jobs)} if shared else around
+            path = files.rows_path(out, f"{THEME}-{work.experiment}", device, mine)
+            files.append(path, *(_whole_row(work, row, mine) for row in answer))
         tick(label, len(left), done)
 
     def inside(work: Work) -> Tick:
@@ -170,13 +172,18 @@ def _together(
                 died.append(futures[future])
     for work in died:  # by itself, only the guilty one dies again
         if len(works) > 1:
-            yield from _together([work], data, device, 1)
+            yield from _together([work], data, device, jobs)
         else:
             yield work, "its process died"
 
 
 def _begin(jobs: int) -> None:
-    torch.set_num_threads(max((os.cpu_count() or 1) // jobs, 1))
+    torch.set_num_threads(threads_of(jobs))
+
+
+def threads_of(jobs: int) -> int:
+    """What each of so many processes has."""
+    return max((os.cpu_count() or 1) // jobs, 1)
 
 
 def _do(work: Work, data: Path | None, device: str, tick: Tick | None = None) -> list[Row] | str:
