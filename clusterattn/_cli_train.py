@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,7 @@ def train(
         from .train import Settings, fit, judge, save
 
         need("accelerate", "train")
-        _folder_to_write(out)
+        _check_folder(out)
         kind, chosen, where = task_named(task), _method(method), _best_device(device)
         settings = Settings(
             epochs=epochs, batch=batch, lr=lr, decay=decay, warmup=warmup, patience=patience, precision=precision,
@@ -141,7 +142,7 @@ def reproduce(
         from ._errors import bad_value
         from .reproduce import page, runner
 
-        _folder_to_write(out)
+        _check_folder(out)
         found = papers.experiments()
         if listed:
             show_experiments(found)
@@ -183,12 +184,15 @@ def report(
         typer.echo(str(write_page(results, out, command=_command())))
 
 
-def _folder_to_write(out: Path) -> None:
+def _check_folder(out: Path) -> None:
+    """Complain before the work about a folder that can not be written; who writes first makes it."""
     from ._errors import bad_value
 
-    if out.exists() and not out.is_dir():
-        raise bad_value("--out, a folder", f"{out}, a file", "another name")
-    out.mkdir(parents=True, exist_ok=True)
+    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise bad_value("--out, a folder", f"{there}, a file", "another name")
+    if not os.access(there, os.W_OK):
+        raise bad_value("--out, a folder that can be written", f"{there}, where you may not write", "another name")
 
 
 def _best_device(name: str) -> str:

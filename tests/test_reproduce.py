@@ -204,9 +204,13 @@ def test_the_command(tmp_path):
         (["clustered-squares", "--scale", "huge"], "wanted a scale"),
         (["clustered-squares", "--only", "("], "wanted --only, a regular expression"),
     ):
-        refused = run(*words, "--out", tmp_path)
+        refused = run(*words, "--out", tmp_path / "new")
         assert refused.exit_code == 2
         assert sentence in refused.output
+        assert not (tmp_path / "new").exists()
+    in_a_file = run("clustered-squares", "--out", tmp_path / "reproduce" / "clustered-squares-smoke.md" / "deeper")
+    assert in_a_file.exit_code == 2
+    assert "wanted --out, a folder; got" in in_a_file.output
 
 
 def test_the_command_tells_of_cells_that_failed(tmp_path, monkeypatch):

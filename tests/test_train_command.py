@@ -1,0 +1,66 @@
+"""`clusterattn train`: one command makes a model folder, figures and a picture of a user's own file."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("accelerate", reason='needs the extra "train"')
+pytest.importorskip("typer", reason='needs the extra "cli"')
+pytest.importorskip("matplotlib", reason='needs the extra "cli"')
+
+from typer.testing import CliRunner
+
+from clusterattn import train
+from clusterattn.cli import build
+
+WORDS = {"praise": ["lovely", "splendid", "warm", "bright"], "blame": ["dreadful", "boring", "cold", "dull"]}
+SMALL = ("--dim", 32, "--heads", 2, "--layers", 1, "--lr", 0.01, "--device", "cpu")
+
+
+def command(*words):
+    return CliRunner().invoke(build(), ["train", *map(str, words)])
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    """Long documents that a few words tell apart."""
+    dice, path = random.Random(0), tmp_path / "reviews.csv"
+    lines = [(label, " ".join(dice.choices([*some, "the", "film", "was"], k=dice.randint(60, 120))))
+             for _ in range(60) for label, some in WORDS.items()]  # fmt: skip
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for label, text in lines))
+    return path
+
+
+def test_a_csv_becomes_a_model_with_figures_and_a_picture(reviews, tmp_path):
+    out = tmp_path / "model"
+    done = command("classify", "--data", reviews, "--out", out, "--method", "refined:clusters=4,top=8",
+                   "--epochs", 4, *SMALL)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "labels: blame, praise" in done.output
+    assert {"model.safetensors", "config.json", "task.json", "history.jsonl"} <= {each.name for each in out.iterdir()}
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((out / "metrics.json").read_text())["test"]["accuracy"] > 0.9
+    task, model = train.load(out)
+    said = task.predict(model, [" ".join(some * 20) for some in WORDS.values()])
+    assert [label for label, _ in said] == list(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["classify", "--data", "nowhere.csv"], "got nowhere.csv, which is not there"),
+        (["classify", "--data", "{reviews}", "--method", "refned"], 'try method="refined"'),
+        (["sing", "--data", "{reviews}"], "classify"),
+        (["pairs", "--data", "{reviews}"], "text_a"),
+        (["classify", "--data", "{reviews}", "--out", "{reviews}/model"], "wanted --out, a folder"),
+    ],
+)
+def test_what_is_wrong_is_said_and_leaves_nothing_behind(reviews, tmp_path, words, sentence):
+    out = [] if "--out" in words else ["--out", tmp_path / "model"]
+    refused = command(*(word.format(reviews=reviews) for word in words), *out, *SMALL)
+    assert refused.exit_code == 2, refused.output
+    assert sentence in " ".join(refused.output.split())
+    assert [each.name for each in tmp_path.iterdir()] == ["reviews.csv"]
