@@ -35,15 +35,18 @@ def train(
         int | None,
         typer.Option(
             min=2,
-            help="Cut longer inputs here (default: 8192 words for classify, 128 tokens for translate and masked; "
-            "speech leaves out what is longer).",
+            help="Cut longer inputs here (default: 8192 words for classify, 128 tokens for translate and masked, which "
+            "needs 15). Speech and, in training, translate leave out what is longer.",
             show_default=False,
         ),
     ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 128,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     layers: Annotated[int, typer.Option(min=1)] = 2,
-    dropout: Annotated[float, typer.Option(min=0.0, max=0.95)] = 0.1,
+    dropout: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.95, help="Of the layers; classify, pairs, ranking drop 0.3 of word vectors, too."),
+    ] = 0.1,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
     batch: Annotated[int, typer.Option(min=1, help="Examples in an update.")] = 32,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
@@ -57,7 +60,8 @@ def train(
 ) -> None:
     """Train a model with any attention on your own data: a model folder, its figures, a learning curve.
 
-    Killed at any moment, the same command goes on from the last checkpoint (an epoch or 20 s old at most).
+    Killed at any moment, the same command goes on from its last checkpoint. One is written after an epoch, at most
+    every 20 s.
     Several GPUs or machines: `accelerate launch -m clusterattn.cli train …`.
 
     [bold]Examples[/]
@@ -74,6 +78,7 @@ def train(
     """
     with _plainly():
         _need_now("rich", "matplotlib")
+        from ._errors import bad_value
         from .measure._extra import need
         from .measure.rows import dumps
         from .tasks import task_named
@@ -81,6 +86,12 @@ def train(
 
         need("accelerate", "train")
         _check_folder(out)
+        if out.is_dir() and any(out.iterdir()) and not (out / "training").is_dir():
+            got = f"{out}, which holds other files, or a model without its training/"
+            raise bad_value("--out, a new folder or one whose training can go on", got, "another name")
+        if dim % heads:
+            got = f"--dim {dim} --heads {heads}"
+            raise bad_value("--heads that divides --dim", got, f"--dim {heads * -(-dim // heads)}")
         kind, chosen, where = task_named(task), _method(method), _best_device(device)
         settings = Settings(
             epochs=epochs, batch=batch, lr=lr, decay=decay, warmup=warmup, patience=patience, precision=precision,

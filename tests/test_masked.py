@@ -119,7 +119,7 @@ def test_dev_text_is_never_trained_on(task: Masked) -> None:
 
 
 def test_too_little_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="more text"):
+    with pytest.raises(ValueError, match="more or longer documents"):
         Masked(["ba do fi ku le " * 10], vocabulary=40, length=25)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import pytest
 
@@ -46,6 +47,12 @@ def test_a_csv_becomes_a_model_with_figures_and_a_picture(reviews, tmp_path):
     task, model = train.load(out)
     said = task.predict(model, [" ".join(some * 20) for some in WORDS.values()])
     assert [label for label, _ in said] == list(WORDS)
+    shutil.rmtree(out / "training")  # now it is a model that no training can go on with
+    before = (out / "model.safetensors").read_bytes()
+    refused = command("classify", "--data", reviews, "--out", out, *SMALL)
+    assert refused.exit_code == 2
+    assert "--out, a new folder or one whose training can go on" in " ".join(refused.output.split())
+    assert (out / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,7 @@ def test_a_csv_becomes_a_model_with_figures_and_a_picture(reviews, tmp_path):
     [
         (["classify", "--data", "nowhere.csv"], "got nowhere.csv, which is not there"),
         (["classify", "--data", "{reviews}", "--method", "refned"], 'try method="refined"'),
+        (["classify", "--data", "{reviews}", "--heads", "5"], "wanted --heads that divides --dim"),
         (["sing", "--data", "{reviews}"], "classify"),
         (["pairs", "--data", "{reviews}"], "text_a"),
         (["classify", "--data", "{reviews}", "--out", "{reviews}/model"], "wanted --out, a folder"),
@@ -60,7 +68,7 @@ def test_a_csv_becomes_a_model_with_figures_and_a_picture(reviews, tmp_path):
 )
 def test_what_is_wrong_is_said_and_leaves_nothing_behind(reviews, tmp_path, words, sentence):
     out = [] if "--out" in words else ["--out", tmp_path / "model"]
-    refused = command(*(word.format(reviews=reviews) for word in words), *out, *SMALL)
+    refused = command(*SMALL, *out, *(word.format(reviews=reviews) for word in words))
     assert refused.exit_code == 2, refused.output
     assert sentence in " ".join(refused.output.split())
     assert [each.name for each in tmp_path.iterdir()] == ["reviews.csv"]

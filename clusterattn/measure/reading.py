@@ -127,12 +127,14 @@ def _clip(path: Path, words: str) -> Example:
 
 def read_wav(path: str | Path) -> tuple[Tensor, int]:
     """Mono samples between -1 and 1, and their rate. 8 or 16 or 32 bits of PCM, any number of channels."""
+    if not Path(path).is_file():
+        raise bad_value("a .wav file", f"{path}, which is not there", "its whole path")
     try:
         with wave.open(str(path), "rb") as file:
             wide, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             data = file.readframes(file.getnframes())
     except (OSError, EOFError, wave.Error) as error:
-        got = f"{path} ({error or 'cut off'})"
+        got = f"{path} ({str(error) or 'cut off'})"
         raise bad_value("a PCM .wav file", got, "16-bit PCM, for instance by sox or ffmpeg") from None
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     if wide not in kinds:

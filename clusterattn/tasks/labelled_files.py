@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from .._errors import bad_value
+from .files import text_of
 
 Record = tuple[str, ...]  # one or two texts, then the label
 Splits = dict[str, list[Record]]
@@ -26,17 +28,6 @@ DELIMITERS = {".csv": ",", ".tsv": "\t", ".txt": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 ENOUGH_TO_TELL = 20  # rows from which on a label that stands in the first line alone must be a heading
 LEAST = 10
-
-
-def text_of(path: Path) -> str:
-    """A file's text: UTF-8, else what Windows and old data sets wrote."""
-    raw = path.read_bytes()
-    for encoding in ("utf-8-sig", "cp1252"):
-        try:
-            return raw.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-    return raw.decode("latin-1")
 
 
 def read_splits(data: Path, columns: Sequence[str], *, seed: int = 0) -> Splits:
@@ -74,6 +65,10 @@ def divided(found: Splits, *, seed: int = 0) -> Splits:
     whole = found["train"]
     if len(whole) < LEAST:
         raise bad_value(f"at least {LEAST} examples, to hold some out", len(whole), "more data, or a dev file")
+    different = len({record[:-1] for record in whole})
+    if different < LEAST:
+        warnings.warn(f"{len(whole)} examples have only {different} different texts: training knows what is held out",
+                      stacklevel=2)  # fmt: skip
     families = _families(whole)
     order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
     apart: Splits = {split: [] for split in ("dev", "test") if split not in found}
@@ -164,6 +159,13 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Lines and their numbers. TSV has no quotes, unless its lines make rows of one width only with them; a CSV field
     may hold a whole book."""
     lines = text_of(path).split("\n")
+    try:
+        yield from _split(lines, delimiter)
+    except csv.Error as error:
+        raise bad_value(f"a table in {path.name}", str(error), "saving it anew, as CSV in UTF-8") from None
+
+
+def _split(lines: Sequence[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
     if delimiter == "\t":
         plain = [(at, line.rstrip("\r").split("\t")) for at, line in enumerate(lines, start=1) if line.strip()]
         quoted = list(_quoted(lines, delimiter)) if len({len(row) for _, row in plain}) > 1 else plain

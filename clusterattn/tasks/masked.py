@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import lzma
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..methods import MethodSpec
 from ..models import Answer
 from ..models.masked import MaskedLM
 from ._task import Batch, Figures, Task, classified, padded, several
-from .files import folder_of, inside
+from .files import folder_of, inside, text_of
 from .glue import Glue, Piece, Splits, tokenised
 from .labelled_files import JSON_LINES, records
 from .vocabulary import keep_tokenizer, kept_tokenizer
@@ -61,7 +60,7 @@ class Masked(Task):
 
     @classmethod
     def read(cls, data: Path, *, length: int | None = None, seed: int = 0, **options: Any) -> Masked:
-        """A text file, or a folder of .txt files, each a document (UTF-8, or latin-1). Files of Wikipedia's XML, also
+        """A text file, or a folder of .txt files, each a document. Files of Wikipedia's XML, also
         .xz, are articles; their markup is taken off.
 
         A twentieth of the text is dev, in stretches spread evenly over it, the same for every ``seed``; there is no
@@ -159,8 +158,9 @@ class Masked(Task):
         first = torch.cat(firsts) if firsts else torch.empty(0, dtype=torch.long)
         first = first[held[first] == held[(first + 1).clamp(max=max(count - 1, 0))]]  # and on the same side
         if documents and not (held[first].any() and (~held[first]).any()):
-            wanted = f"text for {2 * HELD} runs of {w} tokens"
-            raise bad_value(wanted, f"{count} runs", "more text, or a shorter length")
+            wanted = f"text for {2 * HELD} runs of {w} tokens, each inside one document"
+            got = f"{count} runs in {len(documents)} document{'s' * (len(documents) > 1)}"
+            raise bad_value(wanted, got, "more or longer documents, or a shorter length")
         return torch.cat(tables), first, held
 
 
@@ -207,14 +207,12 @@ def documents_in(data: Path) -> list[str]:
     """Of a file, or of every .txt, .xml and .xz file of a folder; of a table, the column text."""
     if data.is_dir():
         files = sorted(each for each in data.iterdir() if each.suffix in (".txt", ".xml", ".xz"))
+        if not files:
+            raise bad_value("a folder with .txt, .xml or .xz files", f"{data} with none", "the folder they lie in")
         return [text for each in files for text in documents_in(each)]
     if data.suffix.lower() in (".csv", ".tsv", *JSON_LINES):
         return [text for (text,) in records(data, ("text",))]
-    raw = lzma.decompress(data.read_bytes()) if data.suffix == ".xz" else data.read_bytes()
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        text = raw.decode("latin-1")
+    text = text_of(data)
     return articles(text) if text.startswith("<mediawiki") else [" ".join(text.split())]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from ..measure._extra import need
 from ..methods import MethodSpec
 from ..models.translator import Translator
 from ._task import Batch, Figures, Task, classified, padded, several
+from .files import text_of
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
 Pair = tuple[str, str]  # source and target, as people write them
@@ -134,11 +135,19 @@ class Translate(Task):
 
     def _examples(self, pairs: Sequence[Pair], training: bool) -> list[Example]:
         sources, targets = (self._encoded([pair[side] for pair in pairs]) for side in (0, 1))
-        return [
+        found = [
             (torch.tensor(self._source(source)), torch.tensor(target, dtype=torch.long))
             for source, target in zip(sources, targets, strict=True)
             if not training or max(len(source), len(target)) < self.longest
         ]
+        if pairs and not found:
+            least = min(max(len(source), len(target)) for source, target in zip(sources, targets, strict=True))
+            raise bad_value(f"pairs of fewer than {self.longest} tokens (length)", f"none: the shortest has {least}",
+                            "a larger length")  # fmt: skip
+        if len(found) < len(pairs):
+            wording = f"{len(pairs) - len(found)} of {len(pairs)} training pairs have {self.longest} tokens or more and"
+            warnings.warn(f"{wording} are left out", stacklevel=3)
+        return found
 
 
 def pieces(texts: Iterable[str], vocabulary: int = 8000, specials: Sequence[str] = SPECIALS) -> Any:
@@ -202,5 +211,5 @@ def _table(path: Path) -> list[Pair]:
 
 
 def _lines(path: Path) -> list[str]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-        return [line.rstrip("\n") for line in file]
+    lines = [line.rstrip("\r") for line in text_of(path).split("\n")]
+    return lines[:-1] if lines[-1] == "" else lines
