@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -425,9 +426,23 @@ def _command() -> str:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Complaints about input end with one sentence and exit code 2, not with a traceback."""
+    """Complaints about input end with one sentence and exit code 2, not with a traceback; our warnings are one
+    sentence, too."""
+    shown, home = warnings.showwarning, str(Path(__file__).parent)
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None,
+        line: str | None = None,
+    ) -> None:  # fmt: skip
+        if filename.startswith(home) and category is UserWarning:
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            shown(message, category, filename, lineno, file, line)
+
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = plain
+            yield
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -72,3 +72,12 @@ def test_what_is_wrong_is_said_and_leaves_nothing_behind(reviews, tmp_path, word
     assert refused.exit_code == 2, refused.output
     assert sentence in " ".join(refused.output.split())
     assert [each.name for each in tmp_path.iterdir()] == ["reviews.csv"]
+
+
+def test_a_warning_is_one_plain_sentence(tmp_path):
+    path = tmp_path / "twice.csv"
+    path.write_text("text,label\n" + "one two,a\nthree four,b\n" * 10)
+    done = command("classify", "--data", path, "--out", tmp_path / "model", "--epochs", 1, *SMALL)
+    assert done.exit_code == 0, done.output
+    assert "warning: 20 examples have only 2 different texts: training knows what is held out\n" in done.output
+    assert "UserWarning" not in done.output
