@@ -252,6 +252,8 @@ class Table4(TextExperiment):
         table.notes = ["Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
                        "Seconds: the median over the epochs after the first, without judgements; the paper does not "
                        "say what its seconds are of."]  # fmt: skip
+        if all(repeats == 1 for _, repeats in config.sets):
+            table.notes.append("One run each: accuracies as close as these are not told apart.")
         return [table]
 
     def differences(self, config: Config) -> list[str]:

@@ -375,7 +375,8 @@ class BigGan(Experiment):
             ours = sorted((row for row in some if row["method"] in config.methods), key=lambda row: float(row["error"]))
             if ours and peer:
                 words = ", ".join(
-                    f"{row['method']} {row['error']:.3f} at {peer[0] / row['seconds']:.2f} × the speed" for row in ours
+                    f"{row['method']} error {row['error']:.3f} at {peer[0] / row['seconds']:.2f} × the speed"
+                    for row in ours
                 )
                 told.append(f"Logits of spread {sharp:g}, forward, against sdpa: {words}.")
         return told

@@ -353,12 +353,9 @@ class Figure4(Figure3):
         """The paper has the written out transformer only, for which the table says it."""
         peer, longest, said = config.methods[1], config.lengths[-1], []
         for which in self.passes:
-            peers, *ours = (self._units(_one(rows, label, longest, which), self.key, 1.0)
-                            for label in config.methods[1:])  # fmt: skip
-            times = {label: value / peers for label, value in zip(config.methods[2:], ours, strict=True)
-                     if value and peers}  # fmt: skip
+            times = _against(rows, longest, config.methods[2:], peer, self.key, which)
             if times:
-                told = ", ".join(f"{label} {times[label]:.2f}" for label in sorted(times, key=times.__getitem__))
+                told = ", ".join(f"{label} {each:.2f}" for label, each in times.items())
                 said.append(f"{which.capitalize()} at {_spaced(longest)} words, times the memory of {peer}: {told}.")
         return said
 
@@ -409,10 +406,10 @@ class Table7(ModelTiming):
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         said = []
         peer = config.methods[1]
-        both = [n for n in config.lengths if _faster(rows, n, config.methods[2:], peer)]
+        both = [n for n in config.lengths if _against(rows, n, config.methods[2:], peer)]
         if both:
-            times = ", ".join(f"{label} {each:.1f}" for label, each in
-                              _faster(rows, both[-1], config.methods[2:], peer).items())  # fmt: skip
+            times = ", ".join(f"{label} {1 / each:.1f}" for label, each in
+                              _against(rows, both[-1], config.methods[2:], peer).items())  # fmt: skip
             said.append(f"At {_spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
         failed = {label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
                   for label in config.methods}  # fmt: skip
@@ -427,12 +424,14 @@ class Table7(ModelTiming):
         return said
 
 
-def _faster(rows: Sequence[Row], n: int, labels: Sequence[str], peer: str) -> dict[str, float]:
-    """How many times as fast as the peer a training step is, where both were measured; the fastest first."""
-    seconds = {label: float(row["seconds"]) for label in (*labels, peer)
-               if (row := _one(rows, label, n, "training")) and row.get("seconds")}  # fmt: skip
-    mine = sorted((label for label in labels if label in seconds), key=seconds.__getitem__)
-    return {label: seconds[peer] / seconds[label] for label in mine} if peer in seconds else {}
+def _against(
+    rows: Sequence[Row], n: int, labels: Sequence[str], peer: str, key: str = "seconds", which: str = "training"
+) -> dict[str, float]:
+    """How many times the peer's seconds or bytes each takes, where both were measured; the least first."""
+    taken = {label: float(row[key]) for label in (*labels, peer)
+             if (row := _one(rows, label, n, which)) and row.get(key)}  # fmt: skip
+    mine = sorted((label for label in labels if label in taken), key=taken.__getitem__)
+    return {label: taken[label] / taken[peer] for label in mine} if peer in taken else {}
 
 
 # ---------------------------------------------------------------------------------------------------- pictures

@@ -156,8 +156,7 @@ def _of_table(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[Re
 
 
 def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Lines and their numbers. TSV has no quotes, unless its lines make rows of one width only with them; a CSV field
-    may hold a whole book."""
+    """Lines and their numbers."""
     lines = text_of(path).split("\n")
     try:
         yield from _split(lines, delimiter)
@@ -166,6 +165,7 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _split(lines: Sequence[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """TSV has no quotes, unless its lines make rows of one width only with them; a CSV field may hold a whole book."""
     if delimiter == "\t":
         plain = [(at, line.rstrip("\r").split("\t")) for at, line in enumerate(lines, start=1) if line.strip()]
         quoted = list(_quoted(lines, delimiter)) if len({len(row) for _, row in plain}) > 1 else plain

@@ -60,8 +60,8 @@ class Masked(Task):
 
     @classmethod
     def read(cls, data: Path, *, length: int | None = None, seed: int = 0, **options: Any) -> Masked:
-        """A text file, or a folder of .txt files, each a document. Files of Wikipedia's XML, also
-        .xz, are articles; their markup is taken off.
+        """A text file, or a folder of .txt files, each a document. Files of Wikipedia's XML, also .xz, are articles;
+        their markup is taken off.
 
         A twentieth of the text is dev, in stretches spread evenly over it, the same for every ``seed``; there is no
         test split."""

@@ -20,6 +20,7 @@ from ..measure.rows import write_whole
 from ..methods import MethodSpec
 from ..models.speech import SpeechEncoder
 from ._task import Batch, Figures, Task, padded, several
+from .files import text_of
 
 BANDS = 40  # mel bands of a user's own recordings, as many as the paper had
 HOP = 0.01  # seconds between frames
@@ -204,7 +205,7 @@ class Spelled(Speech):
 
 def transcripts(data: Path, spoken: Sequence[Path]) -> tuple[dict[Path, list[str]], type[Speech]]:
     """The symbols of every recording: letters, or phones by the folder's dictionary."""
-    said = {path: path.with_suffix(".txt").read_text(encoding="utf-8").split() for path in spoken}
+    said = {path: text_of(path.with_suffix(".txt")).split() for path in spoken}
     dictionary = next(iter(sorted(data.glob("*.dic"))), None)
     if dictionary is None:
         return {path: list(" ".join(words)) for path, words in said.items()}, Spelled
@@ -292,7 +293,7 @@ def an4_dictionary(folder: Path) -> tuple[list[str], dict[str, list[str]]]:
 
 def pronunciations(dictionary: Path) -> dict[str, list[str]]:
     """The phones of each word: lines "WORD P1 P2 ...". A variant, A(2), is a word of its own which nobody says."""
-    lines = (line.split() for line in dictionary.read_text(encoding="utf-8").splitlines())
+    lines = (line.split() for line in text_of(dictionary).splitlines())
     return {line[0]: line[1:] for line in lines if line}
 
 
