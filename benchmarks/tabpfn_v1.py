@@ -74,8 +74,8 @@ class Setting:
 EXACT = Setting(ca.Exact(), ca.Exact())
 
 
+@torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    torch.set_grad_enabled(False)
     if args.threads:
         torch.set_num_threads(args.threads)
     model, data, stored = prepared(args.prepared, DTYPES[args.dtype])
@@ -148,8 +148,8 @@ def show(args: argparse.Namespace) -> None:
     paths = [args.out] if args.out else sorted(RESULTS.glob(f"{THEME}_*.jsonl"))
     found: dict[tuple[Any, ...], Row] = {}  # the newest row of each setting
     for row in (row for path in paths for row in read(path)):
-        where = row["environment"]["hardware"], row["dtype"], row["rows"], row["test_rows"]
-        found[*where, row["method"], row["seed"]] = row
+        machine = row["environment"]["hardware"], row["dtype"]
+        found[(*machine, row["rows"], row["test_rows"], row["method"], row["seed"])] = row
     for place in dict.fromkeys(key[:2] for key in found):
         print("\n" + ", ".join(place))
         for key, row in sorted(found.items(), key=lambda item: item[0][2:4]):

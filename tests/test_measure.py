@@ -173,7 +173,7 @@ def test_the_embedded_sample_is_real_and_small():
 
     sample = embedded()
     assert sample.shape == (3, 4, 512, 512, 32, 32)
-    assert EMBEDDED.stat().st_size <= 2 * 2**20
+    assert EMBEDDED["short"].stat().st_size <= 2 * 2**20
     assert len(sample.tokens) == 512
     assert "alice" in sample.tokens
     assert "Apache-2.0" in sample.source
@@ -181,6 +181,32 @@ def test_the_embedded_sample_is_real_and_small():
     assert sample.q.dtype == torch.float32
     for x in (sample.q, sample.k, sample.v):
         assert torch.isfinite(x).all()
+
+
+def test_the_long_sample_is_real_and_its_rounding_is_as_told():
+    """The file holds the answers of the untouched heads: what is read back gives them but for the error it tells."""
+    from safetensors import safe_open
+
+    from clusterattn.measure.sample import EMBEDDED
+
+    sample = embedded("long")
+    assert sample.shape == (1, 3, 8192, 8192, 128, 128)
+    assert EMBEDDED["long"].stat().st_size <= 4 * 2**20
+    assert "TabPFN" in sample.source
+    assert "MIT" in sample.source
+    assert sample.place(0, 1) == "MNIST, layer 7, head 1"
+    with safe_open(EMBEDDED["long"], framework="pt") as file:
+        told = json.loads(file.metadata()["rounding"])
+        truth = torch.stack([file.get_tensor(f"answers.{j}") for j in range(3)])[None]
+    said = exact_answer(sample.q[:, :, ::128], sample.k, sample.v)
+    found = head_errors(said, truth)[0].tolist()
+    assert found == pytest.approx(told, rel=0.01)
+    assert max(told) < 0.01
+
+
+def test_an_unknown_embedded_sample_is_refused():
+    with pytest.raises(ValueError, match="short, long"):
+        embedded("middle")
 
 
 def test_a_key_mask_marks_the_queries_of_self_attention(tmp_path):
