@@ -30,8 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import clusterattn as ca
-from clusterattn.measure import append, environment, interleaved, read
-from clusterattn.measure.rows import Row, rows_path
+from clusterattn._rows import Row, append, environment, read, rows_path
+from clusterattn.measure import interleaved
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

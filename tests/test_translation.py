@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from clusterattn.models.translator import Translator, beam_search
 from clusterattn.nn.decoder import Decoder
-from clusterattn.reproduce import Context
-from clusterattn.reproduce.clusterformer_table1 import Table1
-from clusterattn.tasks import batches
-from clusterattn.tasks.translation import END, START, Translate, bleu, read_pairs
-from clusterattn.train import Settings, fit, judge
+from clusterattn_papers.models.translator import Translator, beam_search
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce.clusterformer_table1 import Table1
+from clusterattn_papers.tasks import batches
+from clusterattn_papers.tasks.translation import END, START, Translate, bleu, read_pairs
+from clusterattn_papers.train import Settings, fit, judge
 
 METHODS = [
     "exact", "clustered:clusters=2,block=4", "improved:clusters=2,top=2,block=4", "refined:clusters=2,top=2,block=4",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_type, bad_value, check_choice
-from ._extra import need
+from .._extras import need
 
 DATA = Path(__file__).parent.parent / "data"
 EMBEDDED = {"short": DATA / "minilm_alice.safetensors", "long": DATA / "tabpfn_mnist.safetensors"}
