@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..._types import Attended, Buckets, Mask
 from .. import tables
-from .._chunks import no_autocast
 from .._jit import use_kernel
+from .._op import op
 from ..rows import take
 from . import backward_kernels, kernels, reference
 
 
-@torch.library.custom_op("clusterattn::bucketed", mutates_args=())
+@op("bucketed")
 def _bucketed(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], queries: Tensor, keys: Tensor,
     low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
@@ -34,7 +34,7 @@ def _bucketed(
     return *reference.forward(q, k, v, seating), torch.empty(*q.shape[:2], 0, dtype=torch.int8, device=q.device)
 
 
-@_bucketed.register_fake
+@_bucketed.fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], queries: Tensor, keys: Tensor,
     low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
@@ -49,28 +49,27 @@ def _(
     )
 
 
-@torch.library.custom_op("clusterattn::bucketed_backward", mutates_args=())
+@op("bucketed_backward")
 def _bucketed_backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    d_out: Tensor, d_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
     bias: Optional[Tensor], queries: Tensor, keys: Tensor,
     low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
     scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
     or_self: bool, less: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     seating = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    with no_autocast(q):
-        if triton:
-            dq, dk, dv, d_bias = backward_kernels.backward(
-                d_out, d_lse, q, k, v, out, lse, seating, rounds, alone if or_self else None, less
-            )
-        else:
-            dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, seating)
+    if triton:
+        dq, dk, dv, d_bias = backward_kernels.backward(
+            d_out, d_lse, q, k, v, out, lse, seating, rounds, alone if or_self else None, less
+        )
+    else:
+        dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, seating)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
 
 
-@_bucketed_backward.register_fake
+@_bucketed_backward.fake
 def _(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    d_out: Tensor, d_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
     bias: Optional[Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = q.new_empty((q.shape[0], q.shape[1], k.shape[2] if bias is not None else 0), dtype=lse.dtype)
@@ -84,13 +83,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(q, k, v, *output, *seating[:6])
 
 
-def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _give_back(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+    if d_out is None and d_lse is None:
+        return ()
     saved = ctx.saved_tensors  # once: a checkpoint unpacks them only once
+    d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
     dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, *saved, *ctx.settings)
-    return dq, dk, dv, d_bias if saved[6] is not None else None, *[None] * 15
+    return dq, dk, dv, d_bias if saved[6] is not None else None
 
 
-_bucketed.register_autograd(_give_back, setup_context=_keep)
+_bucketed.gradient(_give_back, _keep)
 
 
 def bucketed(

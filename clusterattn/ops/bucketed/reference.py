@@ -135,13 +135,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, seating: Seating) -> tuple[Tensor, 
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     queries, keys = _split_long(seating.queries, seating.keys, budget(q))
     acc = lse.dtype
     flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
-    delta = ((d_out * out).sum(-1) - d_lse).reshape(-1)
+    delta = (d_out * out).sum(-1)
+    delta = (delta if d_lse is None else delta - d_lse).reshape(-1)
     d_rows, v_rows = d_out.reshape(b * h * n, e), v.reshape(b * hk * m, e)
     dq = torch.zeros(b * h * n, d, dtype=acc, device=q.device)
     dk = torch.zeros(b * hk * m, d, dtype=acc, device=q.device)

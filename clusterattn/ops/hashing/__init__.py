@@ -14,50 +14,51 @@ from torch import Tensor
 from .. import draw
 from .._chunks import wide
 from .._jit import use_kernel, why_no_kernels
+from .._op import op
 from . import kernels, reference
 
 
-@torch.library.custom_op("clusterattn::directions", mutates_args=())
+@op("directions")
 def _directions(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
     return kernels.directions(rounds, each, d, number, like.device, holder)
 
 
-@_directions.register_fake
+@_directions.fake
 def _(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
     return like.new_empty((rounds, each, d), dtype=torch.float32)
 
 
-@torch.library.custom_op("clusterattn::scores", mutates_args=())
+@op("scores")
 def _scores(
     q: Tensor, k: Tensor, drawn: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], lifted: bool
 ) -> tuple[Tensor, Tensor]:
     return kernels.scores(q, k, drawn, valid_q, valid_k, lifted)
 
 
-@_scores.register_fake
+@_scores.fake
 def _(q: Tensor, k: Tensor, drawn: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     (b, h, n, _d), r = q.shape, drawn.shape[0]
     return drawn.new_empty((b, h, r, n)), drawn.new_empty((b, h, r, k.shape[2]))
 
 
-@torch.library.custom_op("clusterattn::polytope", mutates_args=())
+@op("polytope")
 def _polytope(x: Tensor, drawn: Tensor, buckets: Optional[Tensor]) -> Tensor:
     return kernels.polytope(x, drawn, buckets)
 
 
-@_polytope.register_fake
+@_polytope.fake
 def _(x: Tensor, drawn: Tensor, buckets: Optional[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:2], drawn.shape[0], x.shape[2]), dtype=torch.int32)
 
 
-@torch.library.custom_op("clusterattn::balanced", mutates_args=())
+@op("balanced")
 def _balanced(
     score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int
 ) -> tuple[Tensor, Tensor]:
     return kernels.balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
 
 
-@_balanced.register_fake
+@_balanced.fake
 def _(
     score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int
 ) -> tuple[Tensor, Tensor]:
@@ -69,12 +70,12 @@ def _(
     )
 
 
-@torch.library.custom_op("clusterattn::chunked", mutates_args=())
+@op("chunked")
 def _chunked(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
     return kernels.chunked(hashes, valid, chunk)
 
 
-@_chunked.register_fake
+@_chunked.fake
 def _(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
     b, h, r, n = hashes.shape
     g = r * max(-(-n // chunk), 1)
@@ -84,22 +85,22 @@ def _(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tens
     )
 
 
-@torch.library.custom_op("clusterattn::unit", mutates_args=())
+@op("unit")
 def _unit(x: Tensor) -> Tensor:
     return kernels.unit(x)
 
 
-@_unit.register_fake
+@_unit.fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("clusterattn::unit_backward", mutates_args=())
+@op("unit_backward")
 def _unit_backward(d_unit: Tensor, x: Tensor) -> Tensor:
     return kernels.unit_backward(d_unit, x)
 
 
-@_unit_backward.register_fake
+@_unit_backward.fake
 def _(d_unit: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -108,11 +109,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _give_back(ctx: Any, d_unit: Tensor) -> Any:
-    return _unit_backward(d_unit, *ctx.saved_tensors)
+def _give_back(ctx: Any, d_unit: Tensor | None) -> Any:
+    return None if d_unit is None else _unit_backward(d_unit, *ctx.saved_tensors)
 
 
-_unit.register_autograd(_give_back, setup_context=_keep)
+_unit.gradient(_give_back, _keep)
 
 
 def directions(rounds: int, each: int, d: int, seed: draw.Seed, like: Tensor, *, backend: str = "reference") -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..._types import Members
 from .._chunks import wide
 from .._jit import use_kernel
+from .._op import op
 from ..rows import broadcast
 from . import kernels, moments, reference
 
@@ -29,7 +30,7 @@ class Centres:
     origin: Tensor | None  # (... 1 w)
 
 
-@torch.library.custom_op("clusterattn::kmeans", mutates_args=())
+@op("kmeans")
 def _kmeans(
     points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
     updates: int, signs: bool, triton: bool,
@@ -38,7 +39,7 @@ def _kmeans(
     return kmeans(points, valid, start_at, train_at, form, updates, signs)
 
 
-@_kmeans.register_fake
+@_kmeans.fake
 def _(
     points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
     updates: int, signs: bool, triton: bool,
@@ -52,29 +53,29 @@ def _(
     )
 
 
-@torch.library.custom_op("clusterattn::nearest", mutates_args=())
+@op("nearest")
 def _nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
     nearest = kernels.nearest if triton else reference.nearest
     return nearest(points, right, offset, origin)
 
 
-@_nearest.register_fake
+@_nearest.fake
 def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
     return points.new_empty((right.shape[0], points.shape[2]), dtype=torch.int64)
 
 
-@torch.library.custom_op("clusterattn::lloyd", mutates_args=())
+@op("lloyd")
 def _lloyd(points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, updates: int, triton: bool) -> Tensor:
     lloyd = kernels.lloyd if triton else reference.lloyd
     return lloyd(points, valid, None, centroids, alive, None, updates, False)
 
 
-@_lloyd.register_fake
+@_lloyd.fake
 def _(points: Tensor, valid: Tensor, centroids: Tensor, *_: object) -> Tensor:
     return torch.empty_like(centroids, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("clusterattn::farthest", mutates_args=())
+@op("farthest")
 def _farthest(
     points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool
 ) -> Tensor:
@@ -84,23 +85,23 @@ def _farthest(
     return reference.farthest(pool, (pool_at >= 0).flatten(0, 1), clusters, form, signs)
 
 
-@_farthest.register_fake
+@_farthest.fake
 def _(points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool) -> Tensor:
     return points.new_empty((points.shape[0] * points.shape[1], clusters), dtype=torch.int64)
 
 
-@torch.library.custom_op("clusterattn::covariance", mutates_args=())
+@op("covariance")
 def _covariance(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
     return moments.covariance(k, keep, at) if triton else reference.covariance(k, keep, at)
 
 
-@_covariance.register_fake
+@_covariance.fake
 def _(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
     b, hk, _, d = k.shape
     return k.new_empty((b, hk, d, d), dtype=torch.promote_types(k.dtype, torch.float32))
 
 
-@torch.library.custom_op("clusterattn::means", mutates_args=())
+@op("means")
 def _means(
     x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
 ) -> tuple[Tensor, Tensor]:
@@ -109,7 +110,7 @@ def _means(
     return reference.means(x, member_of, clusters)
 
 
-@_means.register_fake
+@_means.fake
 def _(
     x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
 ) -> tuple[Tensor, Tensor]:
@@ -123,13 +124,15 @@ def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.mark_non_differentiable(output[1])
 
 
-def _give_back_means(ctx: Any, d_means: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _give_back_means(ctx: Any, d_means: Tensor | None, _: None) -> Tensor | None:
+    if d_means is None:
+        return None
     member_of, counts = ctx.saved_tensors
     each = (wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype)
-    return broadcast(each, member_of, backend=ctx.backend), *[None] * 5
+    return broadcast(each, member_of, backend=ctx.backend)
 
 
-_means.register_autograd(_give_back_means, setup_context=_keep_members)
+_means.gradient(_give_back_means, _keep_members)
 
 
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
@@ -150,12 +153,12 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
-@torch.library.custom_op("clusterattn::codes", mutates_args=())
+@op("codes")
 def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
     return kernels.codes(x, planes, thresholds)
 
 
-@_codes.register_fake
+@_codes.fake
 def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
     return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])), dtype=kernels.dtype_of_codes(x))
 

@@ -7,16 +7,17 @@ from torch import Tensor
 
 from ..._types import Members
 from .._jit import use_kernel, why_no_kernels
+from .._op import op
 from . import kernels
 
 
-@torch.library.custom_op("clusterattn::members", mutates_args=())
+@op("members")
 def _members(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     b, h, n = labels.shape
     return kernels.by_label(labels.reshape(b * h, n), clusters)
 
 
-@_members.register_fake
+@_members.fake
 def _(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     lead = labels.shape[0] * labels.shape[1]
     return (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..._types import Members
 from .._jit import use_kernel, why_no_kernels
+from .._op import op
 from ..members import kernels as member_kernels
 from . import kernels as row_kernels
 
@@ -33,17 +34,17 @@ def _plain_take(x: Tensor, at: Tensor) -> Tensor:
     return rows.view(*at.shape, x.shape[-1])
 
 
-@torch.library.custom_op("clusterattn::take", mutates_args=())
+@op("take")
 def _take(x: Tensor, at: Tensor) -> Tensor:
     return _plain_take(x, at)
 
 
-@_take.register_fake
+@_take.fake
 def _(x: Tensor, at: Tensor) -> Tensor:
     return x.new_empty((*at.shape, x.shape[-1]))
 
 
-@torch.library.custom_op("clusterattn::take_backward", mutates_args=())
+@op("take_backward")
 def _take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
     from ..bucketed.kernels import gather_sum
 
@@ -52,7 +53,7 @@ def _take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tenso
     return summed.float().sum(2).to(d_rows.dtype) if heads != h else summed.squeeze(2).clone()
 
 
-@_take_backward.register_fake
+@_take_backward.fake
 def _(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
     return d_rows.new_empty((at.shape[0], heads, length, d_rows.shape[-1]))
 
@@ -63,24 +64,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = x.shape
 
 
-def _give_back(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-    return _take_backward(d_rows, ctx.saved_tensors[0], ctx.shape[1], ctx.shape[2]), None
+def _give_back(ctx: Any, d_rows: Tensor | None) -> Any:
+    return None if d_rows is None else _take_backward(d_rows, ctx.saved_tensors[0], ctx.shape[1], ctx.shape[2])
 
 
-_take.register_autograd(_give_back, setup_context=_keep)
+_take.gradient(_give_back, _keep)
 
 
-@torch.library.custom_op("clusterattn::broadcast", mutates_args=())
+@op("broadcast")
 def _broadcast(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
     return row_kernels.broadcast(rows, labels)
 
 
-@_broadcast.register_fake
+@_broadcast.fake
 def _(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
     return rows.new_empty((*labels.shape, rows.shape[-1]))
 
 
-@torch.library.custom_op("clusterattn::broadcast_backward", mutates_args=())
+@op("broadcast_backward")
 def _broadcast_backward(
     d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int
 ) -> Tensor:
@@ -92,7 +93,7 @@ def _broadcast_backward(
     return member_sums(d_rows, order, first, d_rows.dtype, mean=False)[0]
 
 
-@_broadcast_backward.register_fake
+@_broadcast_backward.fake
 def _(d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int) -> Tensor:
     return d_rows.new_empty((*labels.shape[:2], clusters, d_rows.shape[-1]))
 
@@ -102,16 +103,17 @@ def _keep_labels(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.clusters = inputs[0].shape[2]
 
 
-def _give_back_broadcast(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
-    return _broadcast_backward(d_rows, *ctx.saved_tensors, ctx.clusters), None, None, None
+def _give_back_broadcast(ctx: Any, d_rows: Tensor | None) -> Any:
+    return None if d_rows is None else _broadcast_backward(d_rows, *ctx.saved_tensors, ctx.clusters)
 
 
-_broadcast.register_autograd(_give_back_broadcast, setup_context=_keep_labels)
+_broadcast.gradient(_give_back_broadcast, _keep_labels)
 
 
 def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows ``x[b, h, at[b, h, ...]]`` of x (b hk m d): (b h ... d). -1 takes any row: nobody may read it."""
-    return _take(x, at) if use_kernel("take", backend, why_no_kernels(x)) else _plain_take(x, at)
+    rows: Tensor = _take(x, at) if use_kernel("take", backend, why_no_kernels(x)) else _plain_take(x, at)
+    return rows
 
 
 def broadcast(
