@@ -220,10 +220,10 @@ def sum_rounds_kernel(
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
-    rounds: int, alone: Tensor | None = None, less: float = 0.0,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    seating: Seating,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """alone (b h n): who looked at itself for want of others. less: what the lse lacks.
+    """alone (b h n): with or_self, who looked at itself for want of others.
 
     Every seat writes gradients of its own before they are added up: with many rounds a few heads at a time, or these
     would be the largest thing in memory.
@@ -232,7 +232,7 @@ def backward(
     (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
     pieces = min(hk, _triton.cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
     if pieces <= 1:
-        return _few_heads(d_out, d_lse, q, k, v, out, lse, seating, rounds, alone, less)
+        return _few_heads(d_out, d_lse, q, k, v, out, lse, alone, seating)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
     group, size = h // hk, _triton.cdiv(hk, pieces)
@@ -246,20 +246,21 @@ def backward(
         few: dict[str, Any] = {name: of_heads(getattr(seating, name)) for name in tables}
         dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _few_heads(
             d_out[:, mine], of_heads(d_lse), q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
-            lse[:, mine].contiguous(), replace(seating, **few), rounds, of_heads(alone), less,
+            lse[:, mine].contiguous(), alone[:, mine].contiguous(), replace(seating, **few),
         )  # fmt: skip
     return dq, dk, dv, d_bias
 
 
 def _few_heads(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
-    rounds: int, alone: Tensor | None, less: float,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    seating: Seating,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
-    tensors, sizes, strides, tiles = launch(q, k, v, seating, rounds)
-    where = written(rounds, alone is not None)
+    tensors, sizes, strides, tiles = launch(q, k, v, seating)
+    rounds, or_self = seating.rounds, seating.or_self
+    where = written(rounds, or_self)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=q.device)
@@ -267,7 +268,7 @@ def _few_heads(
     dy, d_lse = d_out.to(v.dtype).contiguous(), None if d_lse is None else d_lse.contiguous()
     delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
     delta_kernel[(_triton.cdiv(lead * n, 64),)](
-        out, dy, lse if d_lse is None else d_lse, lse, delta, base2, lead * n, e, less,
+        out, dy, lse if d_lse is None else d_lse, lse, delta, base2, lead * n, e, seating.less,
         HAS_D_LSE=d_lse is not None, BN=64, BE=tiles["BE"], num_warps=4,
     )  # fmt: skip
     # Gradients of queries by position or seat, those of keys by seat: in the inputs' dtype, as the result will be. Four
@@ -294,14 +295,14 @@ def _few_heads(
     elif where == BY_POSITION:
         tile = max(16, 2048 // power(d))
         sum_rounds_kernel[(_triton.cdiv(n, tile), lead)](
-            part, seated, dq, alone if alone is not None else seated, k, lse if d_lse is None else d_lse,
+            part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse,
             n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3],
-            OR_SELF=alone is not None and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
+            OR_SELF=or_self and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
     del part
     lists = seat_lists(seating.keys, m)
     of_k = of_v = None
-    if alone is not None:
+    if or_self:
         of_k = None if d_lse is None else Alone(alone, q, d_lse, seating.offset, seating.scale)
         of_v = Alone(alone, dy, None, seating.offset, 1.0)
     dk, dv = sum_lists(lists, lead, m, dk, d, of_k), sum_lists(lists, lead, m, dv, e, of_v)
