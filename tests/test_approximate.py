@@ -182,15 +182,14 @@ def test_classification_counts_what_is_right(folder, tmp_path):
 
 @pytest.mark.parametrize("make", [tiny.wav2vec2, tiny.whisper])
 def test_speech_is_judged_by_its_words(make, folder, tmp_path):
-    pytest.importorskip("jiwer")
     clips = tiny.clips(tmp_path / "clips", {"one": "w1 w2 w3", "two": "w52"})
     path = make(folder / make.__name__)
     result, loaded, batches = measured("asr", path, clips, ["clustered:clusters=2"], only="encoder")
     exact, row = result.rows
     kind = tasks.task_named("asr")
     with torch.no_grad():
-        said = [kind.answer(loaded, batch).said[0] for batch in batches]
-    wrong = sum(tasks.edits([words], [got])[0] for words, got in zip(["w1 w2 w3", "w52"], said, strict=True))
+        said = [kind.answer(loaded, batch).output[0] for batch in batches]
+    wrong = sum(tasks.word_edits([words], [got])[0] for words, got in zip(["w1 w2 w3", "w52"], said, strict=True))
     assert exact["value"] == pytest.approx(wrong / 4)
     assert exact["figures"]["words changed against exact"] == 0
     assert row["error"] > 1e-3
@@ -199,9 +198,8 @@ def test_speech_is_judged_by_its_words(make, folder, tmp_path):
 
 
 def test_edits_are_words_to_change():
-    pytest.importorskip("jiwer")
-    assert tasks.edits(["a b c", "d"], ["a x c y", ""]) == (3, 4)
-    assert tasks.edits([""], ["one two"]) == (2, 0)
+    assert tasks.word_edits(["a b c", "d"], ["a x c y", ""]) == (3, 4)
+    assert tasks.word_edits([""], ["one two"]) == (2, 0)
     assert tasks.plain_words("Don't, STOP -- now!", None) == "don't stop now"
 
 
@@ -233,10 +231,10 @@ def test_examples_are_taken_evenly():
 @pytest.mark.parametrize(
     ("name", "content", "labelled", "said"),
     [
-        ("a.tsv", "no tab here\n", True, "label<tab>text on every line; got a.tsv line 1"),
-        ("a.jsonl", "{]\n", False, "one JSON object per line"),
-        ("a.jsonl", '{"words": 1}\n', False, 'objects with a "text"'),
-        ("a.jsonl", '{"text": "w1"}\n', True, 'a "label" with every text'),
+        ("a.tsv", "no tab here\n", True, "label<tab>text on every line in a.tsv, line 1"),
+        ("a.jsonl", "{]\n", False, "one JSON object in a.jsonl, line 1"),
+        ("a.jsonl", '{"words": 1}\n', False, 'an object with a "text" in a.jsonl, line 1; got words'),
+        ("a.jsonl", '{"text": "w1"}\n', True, 'a "label" with every text in a.jsonl, line 1'),
         ("a.txt", "\n\n", False, "at least one passage"),
     ],
 )
@@ -245,6 +243,12 @@ def test_bad_text_is_refused(tmp_path, name, content, labelled, said):
     with pytest.raises(ValueError) as refused:
         reading.passages(tmp_path / name, whole=False, labelled=labelled)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_text_is_read_in_any_common_encoding(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("naïve words\nmore\n", encoding=encoding)
+    assert [each.text for each in reading.passages(tmp_path / "a.txt", whole=False)] == ["naïve words", "more"]
 
 
 def test_bad_sound_is_refused(tmp_path):

@@ -241,3 +241,19 @@ def test_without_the_extra_it_says_what_to_install(missing):
     assert shown.returncode == 2
     assert 'pip install "clusterattn[cli]"' in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+def test_version():
+    shown = run("--version")
+    assert shown.exit_code == 0
+    assert shown.stdout.strip() == f"clusterattn {ca.__version__}"
+
+
+@pytest.mark.parametrize("command", ["train", "reproduce", "report"])
+def test_without_their_extra_the_papers_commands_say_so(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    told = 'accelerate is not installed; it comes with training: pip install "clusterattn[train]"'
+    refused = run(command, "classify", "--data", "reviews.csv", "--help")
+    assert refused.exit_code == 2
+    assert refused.stderr.strip() == f"error: {told}"
+    assert "Not here: accelerate is not installed" in " ".join(run("--help").stdout.split())

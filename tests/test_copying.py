@@ -8,7 +8,7 @@ import torch
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce.clustered_fig5 import Figure5
+from clusterattn_papers.reproduce.clustered_fig5 import ClusteredFig5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
 from clusterattn_papers.train import Settings, fit, judge
@@ -94,7 +94,7 @@ def test_wrong_sizes_are_told() -> None:
 
 
 def test_figure_5_runs_for_every_method(tmp_path) -> None:
-    experiment, config = Figure5(), Figure5.scales["smoke"]
+    experiment, config = ClusteredFig5(), ClusteredFig5.scales["smoke"]
     rows = []
     for at, cell in enumerate(experiment.cells(config)):
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
@@ -119,15 +119,15 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
 def test_figure_5_counts_lengths_not_seeds_and_says_what_is_hard() -> None:
     rows = [{"method": "improved", "budget": 15, "letters": letters, "accuracy": 1 - (letters + seed == 256) / 10,
              "accuracy_all": 1.0} for letters in (31, 255) for seed in range(3)]  # fmt: skip
-    said = Figure5().findings(rows, Figure5.scales["paper"])
+    said = ClusteredFig5().findings(rows, ClusteredFig5.scales["paper"])
     assert said[0].startswith("improved with 15 clusters gets 99.5% of the masked tokens at 1 of 2 lengths")
     assert "34 queries on average, and 32 near keys" in said[1]
     assert said[2] == "improved solves 5 of 6 cells (the paper: all)."
 
 
 def test_figure_5_is_the_papers_at_small_scale() -> None:
-    config = Figure5.scales["small"]
+    config = ClusteredFig5.scales["small"]
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(Figure5().cells(config)) == 92
+    assert len(ClusteredFig5().cells(config)) == 92

@@ -16,7 +16,7 @@ from clusterattn.hf import register
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.pretrained import Pretrained, answering_with, encoder, tiny
 from clusterattn_papers.tasks import batches, glue
-from clusterattn_papers.tasks.glue import INVENTED, PIECES, Glue, Text, opened, said
+from clusterattn_papers.tasks.glue import INVENTED, PIECES, Glue, Text, answers, opened
 from clusterattn_papers.train import Settings, fit, judge
 
 EVERY = ["exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4",
@@ -168,8 +168,8 @@ def test_padding_changes_nothing(weights: str, method: str, pool: str) -> None:
     torch.manual_seed(0)
     model = made.model(method, pool=pool).eval()
     some = made.splits["test"][:6]
-    together = said(model, [made.collate(some)])[0]
-    alone = torch.cat([said(model, [made.collate([each])])[0] for each in some])
+    together = answers(model, [made.collate(some)])[0]
+    alone = torch.cat([answers(model, [made.collate([each])])[0] for each in some])
     assert torch.allclose(together, alone, atol=1e-4)
 
 
@@ -207,7 +207,7 @@ def test_numbers_are_learned_too(weights: str) -> None:
     torch.manual_seed(0)
     model = made.model("exact")
     loss, count = made.loss(model.eval(), next(batches(made, "train", 4)))
-    logits, labels = said(model, [next(batches(made, "train", 4))])
+    logits, labels = answers(model, [next(batches(made, "train", 4))])
     assert float(loss.detach()) == pytest.approx(float((logits[:, 0].detach() - labels).square().sum()), rel=1e-5)
     assert int(count) == 4
 
@@ -238,7 +238,7 @@ def test_another_attention_for_a_while(weights: str) -> None:
 
     def answer() -> Tensor:
         with torch.no_grad():
-            return said(model, [batch])[0]
+            return answers(model, [batch])[0]
 
     before, state = answer(), {name: each.clone() for name, each in model.state_dict().items()}
     with answering_with(model, "clustered:clusters=1"):

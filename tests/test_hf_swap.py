@@ -160,7 +160,7 @@ def test_heads_can_have_methods_of_their_own(name: str, heads: str) -> None:
     assert report.rows[0].method == ", ".join(
         f"{methods[each]} ×{heads.count(each)}" for each in dict.fromkeys(heads)
     )
-    calls: list[ca.hf.Call] = []
+    calls: list[ca.hf.LayerCall] = []
     with ca.hf.observe(model, lambda at, call: calls.append(call) if at == layer else None):
         answers(model, batch, kept)
     call = calls[0]
@@ -183,7 +183,7 @@ def test_observe_shows_what_flows_and_changes_nothing() -> None:
         if swapped:
             ca.hf.swap(model, ROUGH)
             wanted = answers(model, batch)
-        calls: dict[str, ca.hf.Call] = {}
+        calls: dict[str, ca.hf.LayerCall] = {}
         with ca.hf.observe(model, lambda name, call, calls=calls: calls.__setitem__(name, call)):
             close(answers(model, batch)[real], wanted[real])
         assert list(calls) == list(ca.hf.layers(model))
@@ -206,7 +206,7 @@ def test_observe_shows_what_flows_and_changes_nothing() -> None:
 def test_observe_cleans_up_after_an_error() -> None:
     model, (batch, _) = tiny.make("bert"), tiny.inputs("bert")
 
-    def stop(name: str, call: ca.hf.Call) -> None:
+    def stop(name: str, call: ca.hf.LayerCall) -> None:
         raise RuntimeError(name)
 
     with pytest.raises(RuntimeError, match=r"layer\.0"), ca.hf.observe(model, stop):

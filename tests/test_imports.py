@@ -14,7 +14,8 @@ PACKAGES = ("clusterattn", "clusterattn_papers")
 # From the ground up. A module may import from its own layer and from those below; modules that no line names are
 # below everything ("_errors", "_files", ...) and import nothing but each other.
 LAYERS = (
-    ("clusterattn._errors", "clusterattn._files", "clusterattn._extras", "clusterattn._version", "clusterattn._moved"),
+    ("clusterattn._errors", "clusterattn._files", "clusterattn._extras", "clusterattn._version", "clusterattn._moved",
+     "clusterattn._progress"),
     ("clusterattn._rows", "clusterattn._types"),
     ("clusterattn.ops", "clusterattn._draw", "clusterattn._draw_kernels"),
     ("clusterattn.methods",),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from clusterattn.measure.reading import read_wav
+from clusterattn.measure.tasks import edits
 from clusterattn_papers.models import Answer, attending_with, attentions
 from clusterattn_papers.models.speech import SpeechEncoder, hide
 from clusterattn_papers.reproduce import Context
@@ -188,7 +189,7 @@ def test_own_recordings_phones_parts_and_length(recordings: Path) -> None:
 
 def test_edits() -> None:
     cases = [([1, 2, 3], [1, 2, 3], 0), ([1, 2, 3], [], 3), ([], [4], 1), ([1, 2, 3, 4], [2, 3, 5, 4], 2)]
-    assert all(speech.edits(wanted, got) == far for wanted, got, far in cases)
+    assert all(edits(wanted, got) == far for wanted, got, far in cases)
 
 
 def odds(path: list[int], classes: int = 4) -> torch.Tensor:
@@ -309,7 +310,7 @@ def test_it_learns() -> None:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, object]]]:
     pytest.importorskip("accelerate")
     found = {}
-    for made in (speech_tables.Table1(), speech_tables.Table3()):
+    for made in (speech_tables.ClusteredTable1(), speech_tables.ClusteredTable3()):
         config = made.scales["smoke"]
         found[made.name] = [
             {**cell.settings, **row}
@@ -350,7 +351,7 @@ def test_table1_has_the_papers_cells(rows: dict[str, list[dict[str, object]]]) -
 
 
 def test_findings_read_the_papers_own_table() -> None:
-    table, config = speech_tables.Table1(), SMALL
+    table, config = speech_tables.ClusteredTable1(), SMALL
     copied = [{"evaluated": one, "trained": two, "layers": config.layers, "seed": 0, "dev": value / 100, "kl": value}
               for (one, two), value in speech_tables.TABLE1.items()]  # fmt: skip
     lines = table.findings(copied, config)
@@ -368,7 +369,7 @@ def test_table1_says_which_columns_the_seeds_do_not_decide() -> None:
                 for seed, each in enumerate(more) for name in ("improved-100", "clustered-100")]  # fmt: skip
 
     rows = column("full", -0.03, -0.02, -0.03) + column("lsh-1", 0.03, 0.02, 0.03) + column("lsh-4", 0.1, -0.1, 0.05)
-    (line,) = speech_tables.Table1().findings(rows, SMALL)
+    (line,) = speech_tables.ClusteredTable1().findings(rows, SMALL)
     told = "ahead in 1 of 3 columns (behind when trained with lsh-1; not told apart when trained with lsh-4)"
     assert f"by error rate {told}" in line
     assert "by distance from full attention ahead in 0 of 3 columns (not told apart when trained with full," in line
@@ -386,20 +387,20 @@ def model_row(name: str, seed: int, test: float, loss: float = 1.0) -> dict[str,
 
 def test_methods_without_a_common_column_are_not_compared() -> None:
     rows = [model_row("improved-100", 0, 0.2), model_row("lsh-1", 0, 0.3)]
-    assert speech_tables.Table1().findings(rows, SMALL) == []
+    assert speech_tables.ClusteredTable1().findings(rows, SMALL) == []
 
 
 def test_findings_go_seed_by_seed() -> None:
     rows = [model_row("full", seed, 0.2 + seed / 10) for seed in range(3)]
     rows += [model_row("improved-100", seed, 0.19 + seed / 10, loss=1.5) for seed in range(3)]
     rows += [model_row("clustered-100", 0, 0.25, loss=1.25)]
-    said = speech_tables.Table2().findings(rows, SMALL)
+    said = speech_tables.ClusteredTable2().findings(rows, SMALL)
     assert said[0] == "improved-100 against full, points of error rate on test: -1.00 ± 0.00 (ahead, the paper's " \
         "+0.58, the other way round)."  # fmt: skip
     assert "clustered-100, points of error rate on test: -6.00 (one run, the paper's -1.89)" in said[1]
     assert len(said) == 2  # nothing is said of speed that was not measured
     paces = [{**pace_row("full", 0.02), "pass": "training"}, {**pace_row("improved-100", 0.01), "pass": "training"}]
-    assert "improved-100 is 2.00 times as fast as with full" in speech_tables.Table2().findings(rows + paces, SMALL)[-1]
+    assert "improved-100 is 2.00 times as fast as with full" in speech_tables.ClusteredTable2().findings(rows + paces, SMALL)[-1]
     said = speech_tables.Figure7().findings(rows, SMALL)
     assert "least first: full 1.000, clustered-100 1.250, improved-100 1.500" in said[0]
     assert "improved-100 against clustered-100, nats at the end: +0.250 (one run)" in said[1]
@@ -415,12 +416,12 @@ def test_findings_go_seed_by_seed() -> None:
 
 
 def test_each_table_names_the_data_it_stands_for() -> None:
-    said = " ".join(speech_tables.Table3().differences(speech_tables.Table3.scales["small"]))
+    said = " ".join(speech_tables.ClusteredTable3().differences(speech_tables.ClusteredTable3.scales["small"]))
     assert "Wall Street" not in said
     assert "80 filter-banks" in said
     assert "1500 frames on average, longer than the published 534 (at most 3850)" in said
     assert "published: 12 layers, lr 0.0002" in said
-    said = " ".join(speech_tables.Table1().differences(SMALL))
+    said = " ".join(speech_tables.ClusteredTable1().differences(SMALL))
     assert "Switchboard" not in said
     assert "780 frames on average, as published" in said
 

@@ -19,7 +19,12 @@ import numpy
 from clusterattn_papers.reproduce import _texts
 from clusterattn_papers.reproduce._experiment import Context, apart, lead
 from clusterattn_papers.reproduce._texts import SAYS, against_paper, compared, spec, task_losses, trained
-from clusterattn_papers.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
+from clusterattn_papers.reproduce.clusterformer_text import (
+    EXPERIMENTS,
+    ClusterFormerFig5,
+    ClusterFormerTable3,
+    ClusterFormerTable4,
+)
 from clusterattn_papers.tasks.files import folder_of, inside
 from clusterattn_papers.tasks.labelled_files import divided, read_splits, records
 from clusterattn_papers.tasks.pairs import Pairs, Ranking, ranked
@@ -387,8 +392,8 @@ def test_every_experiment_runs_at_smoke_scale(kind: Any, tmp_path: Path) -> None
     assert experiment.findings([], config) == []
     assert experiment.tables([], config)
     assert experiment.differences(config)
-    if isinstance(experiment, Table3):
-        shown = Figure5()
+    if isinstance(experiment, ClusterFormerTable3):
+        shown = ClusterFormerFig5()
         drawn = shown.picture(rows, config)
         assert drawn is not None
         assert drawn.startswith(b"\x89PNG")
@@ -422,7 +427,7 @@ def test_a_small_set_is_trained_long_enough(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(_texts, "fit", noted)
     monkeypatch.setattr(_texts, "task_losses", lambda history, *_: [None] * len(history))
     context = Context(torch.device("cpu"), None, tmp_path)
-    long, short = _texts.Config(sets=(), epochs=10, dim=16), Table4.scales["small"]
+    long, short = _texts.Config(sets=(), epochs=10, dim=16), ClusterFormerTable4.scales["small"]
     for config, rows in ((long, reviews(60)), (long, reviews(6400)), (short, reviews(6400))):
         row = trained(Classify({"train": rows, "test": rows[:2]}), "exact", config, 0, context)
     first, second, third = told
@@ -453,7 +458,7 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 
 def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> None:
-    table, config = Table4(), Table4.scales["small"]
+    table, config = ClusterFormerTable4(), ClusterFormerTable4.scales["small"]
     rows = [{"clusters": k, "accuracy": accuracy, "seconds_per_epoch": seconds, "memory_mib": None}
             for k, accuracy, seconds in ((0, 0.8, 2.0), (5, 0.81, 4.0), (20, 0.77, 3.0))]  # fmt: skip
     assert table.findings(rows, config) == [

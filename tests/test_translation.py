@@ -11,7 +11,7 @@ import torch
 from clusterattn.nn.decoder import Decoder
 from clusterattn_papers.models.translator import Translator, beam_search
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce.clusterformer_table1 import Table1
+from clusterattn_papers.reproduce.clusterformer_table1 import ClusterFormerTable1
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.translation import END, START, Translate, bleu, read_pairs
 from clusterattn_papers.train import Settings, fit, judge
@@ -222,7 +222,7 @@ def test_learns_to_translate_and_comes_back_from_its_folder(tmp_path) -> None:  
 
 
 def test_smoke_scale_runs_for_every_method(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    table, config = Table1(), Table1.scales["smoke"]
+    table, config = ClusterFormerTable1(), ClusterFormerTable1.scales["smoke"]
     rows = []
     for cell in table.cells(config):
         context = Context(torch.device("cpu"), None, tmp_path / cell.name.replace(" ", "-"))

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from clusterattn.measure.reading import read_wav
-from clusterattn_papers.tasks.files import text_of
+from clusterattn.measure.reading import read_wav, text_of
 from clusterattn_papers.tasks.labelled_files import divided, records
 from clusterattn_papers.tasks.masked import Masked
 from clusterattn_papers.tasks.pairs import ranked

@@ -14,7 +14,7 @@ from .._types import Method
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """What one layer was asked, and what it answered. Shapes and masks as for ``ca.attention``."""
 
     q: Tensor  # (b h n d)
@@ -39,7 +39,7 @@ class Call:
         out = asked._at((at + first) % self.q.shape[2])._by_head()
         return _moved(out, (at - first) % self.q.shape[2])
 
-    def _at(self, positions: Tensor) -> Call:
+    def _at(self, positions: Tensor) -> LayerCall:
         """The same call with its tokens in another order: positions (b n), for n = m."""
         q, k, v = (_moved(x, positions) for x in (self.q, self.k, self.v))
         keys, queries = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._attention import attention, groups
+from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
 from .sample import Sample, mixture
@@ -29,7 +30,6 @@ TOKENS = 32768  # on CUDA as many sequences as make so many tokens run together
 GRADIENTS = ("dq", "dk", "dv")
 MEMORY_BY = {"cpu": "torch's CPU allocator (profiler)", "cuda": "torch.cuda.max_memory_allocated"}
 
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 
 
 def bench(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention, attention_matrix, groups
+from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Clusters, Groups, Method
 from ..methods import METHODS
@@ -25,7 +26,6 @@ DENSE_LIMIT = 2**25
 SWEEP = (0.5, 2.0)
 SWEPT = ("clusters", "top", "rounds", "window")
 
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 
 
 @dataclass(frozen=True)

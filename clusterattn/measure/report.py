@@ -121,7 +121,7 @@ def headline(result: Comparison) -> str:
     if not others:
         return "Only exact attention and its oracle were measured."
     closest = min(others, key=lambda row: float(row["error"]))
-    said = [
+    sentences = [
         f"Closest to exact attention is {closest['method']}: relative error {closest['error']:.3g} with "
         f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
     ]
@@ -130,14 +130,14 @@ def headline(result: Comparison) -> str:
         named = ", ".join(
             f"{row['method']} ({row['speedup']:.2g}×, error {row['error']:.2g})" for row in faster[:4]
         )
-        said.append(f"Faster than exact attention here: {named}.")
+        sentences.append(f"Faster than exact attention here: {named}.")
     else:
-        said.append(
+        sentences.append(
             f"At {result.sample.shape[2]} tokens exact attention is the fastest of all on this device."
         )
     if closest["speedup"] < 1:
-        said.append("Approximation pays on longer sequences: clusterattn bench shows from where.")
-    return " ".join(said)
+        sentences.append("Approximation pays on longer sequences: clusterattn bench shows from where.")
+    return " ".join(sentences)
 
 
 def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "") -> str:
@@ -256,13 +256,13 @@ def approximation_headline(result: Approximation) -> str:
     closest = min(others, key=lambda row: float(row["error"]))
     sign = -1 if exact["higher_is_better"] else 1
     better = min(others, key=lambda row: sign * float(row["value"]))
-    said = (
+    sentence = (
         f"Closest to exact attention is {closest['method']}: hidden states are off by {closest['error']:.2g} with "
         f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
     )
     if exact["task"] == "hidden":
-        return said
-    return said + (
+        return sentence
+    return sentence + (
         f" {result.metric.capitalize()}: {human_number(exact['value'])} with exact attention, "
         f"{human_number(better['value'])} at best ({better['method']})."
     )

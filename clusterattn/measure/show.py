@@ -184,14 +184,14 @@ def progress() -> Iterator[Callable[..., object]]:
 
 def _in_lines(screen: Any, every: float = 15.0) -> Callable[..., object]:
     """Progress for a log: one line at most every so many seconds, and none twice."""
-    said, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
+    since, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
 
     def tick(text: str, total: int, so_far: int | None = None) -> None:
-        nonlocal said, done, last
+        nonlocal since, done, last
         done = done + 1 if so_far is None else so_far
         line = f"{done} of {total}: {literal(text)}"
-        if time.monotonic() - said >= every and line != last:
-            said, last = time.monotonic(), line
+        if time.monotonic() - since >= every and line != last:
+            since, last = time.monotonic(), line
             screen.print(line, highlight=False)
 
     return tick

@@ -72,14 +72,14 @@ def as_text(rows: Iterable[Row]) -> str:
 
 def failures(lines: Iterable[Line]) -> list[str]:
     """A sentence for each pass that has no time, and for each that could not be captured."""
-    said = []
+    notes = []
     for row in (row for line in lines for row in line.values()):
         where = f"{row['method']}, {row['h']}×{row['d']}, N = {spaced(row['n'])}, {row['pass']}"
         if row.get("failed"):
-            said.append(f"{where}: {row['failed']}; not timed")
+            notes.append(f"{where}: {row['failed']}; not timed")
         elif row.get("why_eager"):
-            said.append(f"{where}: not captured in a graph ({row['why_eager']})")
-    return said
+            notes.append(f"{where}: not captured in a graph ({row['why_eager']})")
+    return notes
 
 
 def microseconds(seconds: float) -> str:

@@ -79,14 +79,14 @@ def encoder(weights: str | Path) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     try:
-        model, told = transformers.AutoModel.from_pretrained(
+        model, loading = transformers.AutoModel.from_pretrained(
             weights, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True,
         )  # fmt: skip
     except OSError as error:
         wanted = "a model whose weights are safetensors"
         raise bad_value(wanted, f"{weights} ({str(error).splitlines()[0][:160]})", "another folder") from None
-    lacking = sorted(key for key in told["missing_keys"] if not key.startswith("pooler."))  # nobody asks the pooler
+    lacking = sorted(key for key in loading["missing_keys"] if not key.startswith("pooler."))  # nobody asks the pooler
     if lacking:
         wanted = f"weights for all of {type(model).__name__}"
         raise bad_value(wanted, f"{weights} without {lacking[0]}", "another model")

@@ -12,7 +12,7 @@ from clusterattn.measure import plots
 from clusterattn.methods import method as as_method
 
 from ._experiment import Cell, Table, apart, beside, chosen, lead, spread
-from ._speech import ANSWERING, DEEP, HISTORY, PAPER, SMALL, SMOKE, TRAINED, TRAINING, Config, Trained, fits, spec
+from ._speech import ANSWERING, DEEP, HISTORY, PAPER, SMALL, SMOKE, TRAINED, TRAINING, SpeechConfig, Trained, fits, spec
 
 # Table 1: validation phone error rates in percent, by (evaluated with, trained with); improved is their i-clustered
 TABLE1 = {
@@ -64,7 +64,7 @@ DATA = {
 }  # fmt: skip
 
 
-def common_differences(config: Config, theirs: Corpus = WSJ) -> list[str]:
+def common_differences(config: SpeechConfig, theirs: Corpus = WSJ) -> list[str]:
     most = f"{theirs.frames} (at most {theirs.longest})"
     against = f"as published: {most}" if config.frames == theirs.frames else \
         f"{'longer' if config.frames > theirs.frames else 'shorter'} than the published {most}"  # fmt: skip
@@ -87,7 +87,7 @@ def common_differences(config: Config, theirs: Corpus = WSJ) -> list[str]:
     ]  # fmt: skip
 
 
-class Table1(Trained):
+class ClusteredTable1(Trained):
     name = "clustered-table1"
     place = "Table 1"
     about = "speech: train with one attention, evaluate with another: phone error rate"
@@ -96,7 +96,7 @@ class Table1(Trained):
     def shows(self, cell: Cell) -> bool:
         return not cell.alone
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         rows = [row for row in rows if row["layers"] == config.layers]
         columns = ["evaluated with", *(f"trained with {name}" for name in config.trained)]
         errors = Table(
@@ -119,10 +119,10 @@ class Table1(Trained):
             )])  # fmt: skip
         return [errors, apart]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: SpeechConfig) -> list[str]:
         return common_differences(config)
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         mine = [{**row, "method": row.get("evaluated")} for row in rows if row["layers"] == config.layers]
 
         def ours(key: str, one: str, other: str) -> str:
@@ -132,10 +132,13 @@ class Table1(Trained):
         for one, other in RIVALS:
             theirs = _columns({name: [TABLE1[one, name] - TABLE1[other, name]] for name in TRAINED
                                if {(one, name), (other, name)} <= TABLE1.keys()})  # fmt: skip
-            told = {"by distance from full attention": ours("kl", one, other), "by error rate": ours("dev", one, other)}
-            if all(told.values()):
-                told |= {"in the paper, by error rate,": theirs} if theirs else {}
-                lines.append(f"{one} against {other}: {'; '.join(f'{by} {each}' for by, each in told.items())}.")
+            verdicts = {
+                "by distance from full attention": ours("kl", one, other),
+                "by error rate": ours("dev", one, other),
+            }
+            if all(verdicts.values()):
+                verdicts |= {"in the paper, by error rate,": theirs} if theirs else {}
+                lines.append(f"{one} against {other}: {'; '.join(f'{by} {each}' for by, each in verdicts.items())}.")
         return lines
 
 
@@ -164,13 +167,13 @@ class Shown(Trained):
     """Another view of Table 1's models."""
 
     rows_from = "clustered-table1"
-    scales: ClassVar[dict[str, Any]] = Table1.scales
+    scales: ClassVar[dict[str, Any]] = ClusteredTable1.scales
 
-    def differences(self, config: Config) -> list[str]:
-        return [*common_differences(config), *times_said(config)]
+    def differences(self, config: SpeechConfig) -> list[str]:
+        return [*common_differences(config), *times_note(config)]
 
 
-def times_said(config: Config) -> list[str]:
+def times_note(config: SpeechConfig) -> list[str]:
     return [
         f"Times are computed: the pass over a batch of {config.batch} × {config.frames} frames, measured with nothing "
         "beside it (on a GPU replayed as a CUDA graph), times the number of updates; the loss and the optimizer's step "
@@ -184,20 +187,20 @@ def pace(rows: Sequence[Row], name: str, layers: int, which: str = TRAINING) -> 
     return next(iter(chosen(rows, "seconds", trained=name, layers=layers, **{"pass": which})), None)
 
 
-class Table2(Shown):
+class ClusteredTable2(Shown):
     name = "clustered-table2"
     place = "Table 2"
     about = "speech: phone error rate on test, time per epoch, time to converge"
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         return [trained_table(rows, config, TABLE2, "phone error rate on test, %", ("s", "h"), (1.0, 1 / 3600))]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         return trained_findings(rows, config, TABLE2)
 
 
 def trained_table(
-    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]], error: str,
+    rows: Sequence[Row], config: SpeechConfig, published: dict[str, tuple[float, float, float]], error: str,
     units: tuple[str, str], factors: tuple[float, float],
 ) -> Table:  # fmt: skip
     """Error, time per epoch and time to the best weights of models evaluated with what trained them."""
@@ -226,7 +229,7 @@ def best_step(row: Row) -> int:
     return step
 
 
-def of_its_own(rows: Sequence[Row], config: Config, name: str) -> list[Row]:
+def of_its_own(rows: Sequence[Row], config: SpeechConfig, name: str) -> list[Row]:
     """A row for each seed of a model that is evaluated with what trained it."""
     return [row for row in rows if row["trained"] == row.get("evaluated") == name and row["layers"] == config.layers]
 
@@ -236,7 +239,7 @@ COMPARED = [("improved-100", "full"), ("improved-100", "clustered-100"), ("clust
 
 
 def trained_findings(
-    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]]
+    rows: Sequence[Row], config: SpeechConfig, published: dict[str, tuple[float, float, float]]
 ) -> list[str]:
     """Errors by seed, and whether improved is faster than full."""
     tested = [{**row, "method": name} for name in config.trained for row in of_its_own(rows, config, name)]
@@ -245,8 +248,8 @@ def trained_findings(
         if more := apart(tested, "test", one, other):
             theirs = published[one][0] - published[other][0] if one in published and other in published else None
             text, verdict = lead(more, 2, less_is_better=True)
-            told = _against_paper(verdict, more, theirs)
-            lines.append(f"{one} against {other}, points of error rate on test: {text} ({told}).")
+            reading = _against_paper(verdict, more, theirs)
+            lines.append(f"{one} against {other}, points of error rate on test: {text} ({reading}).")
     full, improved = (pace(rows, name, config.layers) for name in ("full", "improved-100"))
     if full is not None and improved is not None:
         theirs = published["full"][1] / published["improved-100"][1]
@@ -256,12 +259,12 @@ def trained_findings(
 
 
 def _against_paper(verdict: str, ours: Sequence[float], theirs: float | None) -> str:
-    told = [verdict or "one run"]
+    parts = [verdict or "one run"]
     if theirs is not None:
-        told.append(f"the paper's {theirs:+.2f}")
+        parts.append(f"the paper's {theirs:+.2f}")
         if theirs * statistics.fmean(ours) < 0 and verdict != "not told apart":
-            told.append("the other way round")
-    return ", ".join(told)
+            parts.append("the other way round")
+    return ", ".join(parts)
 
 
 class Figure1(Shown):
@@ -283,16 +286,16 @@ class Figure1(Shown):
                 found.setdefault((row["trained"], row["layers"]), []).append(row)
         return found
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         table = Table("Speed against accuracy (ours)", ["trained with", "layers", "forward, ms", "phone error rate, %"],
                       notes=["± is the standard deviation over seeds. The paper prints no numbers."])  # fmt: skip
         for (name, layers), each in sorted(self.of(rows).items()):
             cost = pace(rows, name, layers, ANSWERING)
-            told = "…" if cost is None else f"{1e3 * cost:.2f}"
-            table.rows.append([name, str(layers), told, spread(chosen(each, "dev"), 2, 100)])
+            milliseconds = "…" if cost is None else f"{1e3 * cost:.2f}"
+            table.rows.append([name, str(layers), milliseconds, spread(chosen(each, "dev"), 2, 100)])
         return [table]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: SpeechConfig) -> bytes | None:
         places = self.places(rows)
         if not places:
             return None
@@ -315,7 +318,7 @@ class Figure1(Shown):
             axis.grid(True)
             return plots.as_png(figure)
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         """In the paper improved is better than all others for every budget: so nothing may be faster and better."""
         times = {point: time for point, (time, _) in self.places(rows).items()}
         judged = [{**row, "method": _called(*point)} for point, each in self.of(rows).items() for row in each]
@@ -348,20 +351,20 @@ class Figure7(Shown):
     place = "Figure 7"
     about = "speech: convergence by steps and by wall clock"
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         columns = ["trained with", "a third", "two thirds", "end"]
         table = Table("Training loss on the way (nats per phone; ours)", columns,
                       notes=["The paper shows curves without numbers."])  # fmt: skip
         for name in config.trained:
-            lines = [row["history"] for row in self.told(rows, config, name)]
+            lines = [row["history"] for row in self.with_history(rows, config, name)]
             at = [[line[(len(line) - 1) * third // 3][LOSS] for line in lines] for third in (1, 2, 3)]
             table.rows.append([name, *(spread(each, 3) for each in at)])
         return [table]
 
-    def told(self, rows: Sequence[Row], config: Config, name: str) -> list[Row]:
+    def with_history(self, rows: Sequence[Row], config: SpeechConfig, name: str) -> list[Row]:
         return [row for row in rows if row.get("history") and row["trained"] == name and row["layers"] == config.layers]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: SpeechConfig) -> bytes | None:
         if not rows:
             return None
         paces = {name: pace(rows, name, config.layers) for name in config.trained}
@@ -372,7 +375,7 @@ class Figure7(Shown):
             for name, seconds in paces.items():
                 colour, _ = look(name)
                 for axis, factor in zip(axes, (1.0, seconds), strict=False):
-                    for number, row in enumerate(self.told(rows, config, name) if factor is not None else ()):
+                    for number, row in enumerate(self.with_history(rows, config, name) if factor is not None else ()):
                         axis.plot([factor * line[HISTORY.index("step")] for line in row["history"]],
                                   [line[LOSS] for line in row["history"]], color=colour, linewidth=1.2,
                                   linestyle="--" if name.endswith("-4") or name == "shared-full" else "-",
@@ -385,10 +388,10 @@ class Figure7(Shown):
             axes[0].legend(fontsize=8)
             return plots.as_png(figure)
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         """In the paper improved converges faster than clustered, and both faster than lsh."""
         ends: list[Row] = [{"method": name, "seed": row["seed"], "loss": row["history"][-1][LOSS]}
-                           for name in config.trained for row in self.told(rows, config, name)]  # fmt: skip
+                           for name in config.trained for row in self.with_history(rows, config, name)]  # fmt: skip
         if not ends:
             return []
         means = {name: statistics.fmean(each) for name in config.trained if (each := chosen(ends, "loss", method=name))}
@@ -406,7 +409,7 @@ LOSS, ERROR = HISTORY.index("loss"), len(HISTORY)
 CONVERGED = [("improved-100", "clustered-100"), ("clustered-100", "lsh-1"), ("clustered-100", "lsh-4")]
 
 
-class Table3(Trained):
+class ClusteredTable3(Trained):
     name = "clustered-table3"
     place = "Table 3"
     about = "speech, its shape only: 12 layers and longer inputs: error rate, time per epoch, time to converge"
@@ -420,18 +423,18 @@ class Table3(Trained):
                          lr=2e-4),
     }  # fmt: skip
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         table = trained_table(rows, config, TABLE3, "word error rate (theirs) | phone error rate (ours), %", ("h", "h"),
                               (1 / 3600, 1 / 3600))  # fmt: skip
         table.notes.append("Words of telephone calls and phones of spelled names: only orders can be compared.")
         return [table]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         return trained_findings(rows, config, TABLE3)
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: SpeechConfig) -> list[str]:
         return ["The paper's Table 3 is Switchboard with lattice-free MMI, on several GPUs, and word error rates.",
-                *common_differences(config, SWITCHBOARD), *times_said(config)]  # fmt: skip
+                *common_differences(config, SWITCHBOARD), *times_note(config)]  # fmt: skip
 
 
-EXPERIMENTS: list[Any] = [Table1, Table2, Table3, Figure1, Figure7]
+EXPERIMENTS: list[Any] = [ClusteredTable1, ClusteredTable2, ClusteredTable3, Figure1, Figure7]

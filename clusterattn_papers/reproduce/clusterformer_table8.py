@@ -39,7 +39,7 @@ DATA = ("gutenberg", "glue-small", "matching", "stsb", "sentences")  # and enwik
 
 
 @dataclass(frozen=True)
-class Config:
+class PretrainingConfig:
     invented: bool = False
     pieces: tuple[str, ...] = ("cola", "mrpc", "rte", "stsb", "sst2")
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -64,18 +64,18 @@ class Table8(Experiment):
     about = "pretraining (masked words, next sentence) with and without clustering, then GLUE; also needs enwik8"
     needs = DATA
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(
+        "smoke": PretrainingConfig(
             invented=True, pieces=("cola", "stsb"), seeds=(0,), dim=16, heads=2, layers=1, length=25, vocabulary=60,
             steps=4, batch=8, tuning_epochs=1, tuning_batch=16, seconds=1.0,
         ),
-        "small": Config(),
-        "paper": Config(
+        "small": PretrainingConfig(),
+        "paper": PretrainingConfig(
             scratch=False, dim=512, heads=8, length=512, vocabulary=30_522, steps=1_000_000, batch=256, lr=1e-4,
             tuning_epochs=10, tuning_lr=5e-5, seconds=500_000.0,
         ),
     }  # fmt: skip
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: PretrainingConfig) -> list[Cell]:
         return [
             Cell(
                 f"{method}, {'pretrained' if pretrained else 'from scratch'}, seed {seed}",
@@ -86,7 +86,7 @@ class Table8(Experiment):
             for pretrained in ((True, False) if config.scratch else (True,))
         ]  # fmt: skip
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: PretrainingConfig, context: Context) -> list[Row]:
         seed = cell.settings["seed"]
         documents = invented() if config.invented else published(context.data)
         task = Masked(documents, vocabulary=config.vocabulary, length=config.length)
@@ -105,7 +105,7 @@ class Table8(Experiment):
         return rows
 
     def _tuned(
-        self, name: str, body: Body, task: Masked, seed: int, config: Config, context: Context
+        self, name: str, body: Body, task: Masked, seed: int, config: PretrainingConfig, context: Context
     ) -> dict[str, float]:
         piece = glue.PIECES[name]
         if config.invented:
@@ -123,7 +123,7 @@ class Table8(Experiment):
         fitted = fit(tuning, model, settings, folder=context.work / name, device=context.device, tick=context.tick)
         return judge(tuning, fitted.model, "test", batch=256, device=context.device)
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: PretrainingConfig) -> list[Table]:
         shown = [key for key in PUBLISHED["transformer"] if key[0] in config.pieces]
         table = Table(
             "GLUE after pretraining (the paper's | ours)",
@@ -147,7 +147,7 @@ class Table8(Experiment):
                 ])  # fmt: skip
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: PretrainingConfig) -> list[str]:
         text = "enwik8, or its beginning, without its markup, and ten books"
         text = "words made up in code" if config.invented else text
         return [
@@ -164,7 +164,7 @@ class Table8(Experiment):
             *(f"{glue.PIECES[name].title}: {glue.PIECES[name].split}." for name in config.pieces),
         ]  # fmt: skip
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: PretrainingConfig) -> list[str]:
         def scores(method: str, pretrained: bool) -> dict[int, float]:
             """Of each seed, in points: the mean over all the tasks."""
             found = {seed: [chosen(rows, "score", piece=piece, method=method, pretrained=pretrained, seed=seed)

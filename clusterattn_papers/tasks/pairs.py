@@ -49,9 +49,9 @@ class Ranking(Pairs):
             raise bad_value("labels 0 (wrong) and 1 (right)", ", ".join(self.labels), "the task pairs, for accuracy")
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        said, right, question = self._answers(model, batches)
-        found = ranked(question.tolist(), (said[:, 1] - said[:, 0]).tolist(), right.tolist())
-        return {**found, "accuracy": (said.argmax(-1) == right).double().mean().item()}
+        logits, right, question = self._answers(model, batches)
+        found = ranked(question.tolist(), (logits[:, 1] - logits[:, 0]).tolist(), right.tolist())
+        return {**found, "accuracy": (logits.argmax(-1) == right).double().mean().item()}
 
 
 def ranked(questions: Sequence[int], scores: Sequence[float], right: Sequence[int]) -> Figures:

@@ -26,7 +26,7 @@ VOCABULARY = "vocabulary.json"
 Self = TypeVar("Self", bound="Labelled")
 
 
-class Example(NamedTuple):
+class WordExample(NamedTuple):
     texts: tuple[Tensor, ...]  # word numbers (n) int32
     label: int
     group: int = 0  # examples that are judged together
@@ -58,11 +58,11 @@ class Labelled(Task):
             raise bad_value("at least two different labels", ", ".join(self.labels) or "none", "another column")
         self.start = None if vectors is None else vocabulary.start(vectors)
         number = {label: at for at, label in enumerate(self.labels)}
-        self.splits: dict[str, list[Example]] = {}
+        self.splits: dict[str, list[WordExample]] = {}
         for split, each in records.items():
             groups: dict[str, int] = {}
             self.splits[split] = [
-                Example(
+                WordExample(
                     tuple(map(vocabulary.numbers, texts)), number[record[-1]],
                     groups.setdefault(record[0], len(groups)),
                 )
@@ -101,10 +101,10 @@ class Labelled(Task):
         options = {"length": self.typical, "start": self.start} | sizes
         return self.network(len(self.vocabulary), len(self.labels), method, **options)
 
-    def length(self, example: Example) -> int:
+    def length(self, example: WordExample) -> int:
         return max(len(text) for text in example.texts)
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
+    def collate(self, examples: Sequence[WordExample]) -> Batch:
         tokens, key_mask = padded([text for example in examples for text in example.texts])
         return {
             "tokens": self._shaped(tokens),
@@ -120,8 +120,8 @@ class Labelled(Task):
         return classified(model(batch["tokens"], batch["key_mask"]), batch["labels"])
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        said, right, _ = self._answers(model, batches)
-        picked, classes = said.argmax(-1), len(self.labels)
+        logits, right, _ = self._answers(model, batches)
+        picked, classes = logits.argmax(-1), len(self.labels)
         table = torch.bincount(right * classes + picked, minlength=classes**2).view(classes, classes).double()
         f1 = 2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)
         return {
@@ -133,22 +133,22 @@ class Labelled(Task):
         """Logits, labels and groups of all examples, on the CPU: one wait for the device, not one for each batch."""
         every = [(model(each["tokens"], each["key_mask"]).logits.float(), each["labels"], each["group"])
                  for each in batches]  # fmt: skip
-        said, right, group = (torch.cat(part).cpu() for part in zip(*every, strict=True))
-        return said, right, group
+        logits, right, group = (torch.cat(part).cpu() for part in zip(*every, strict=True))
+        return logits, right, group
 
     @torch.no_grad()
     def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[tuple[str, float]]:
         """The label of each input, and its probability."""
         device, training = next(model.parameters()).device, model.training
         model.eval()
-        said: list[tuple[str, float]] = []
+        predictions: list[tuple[str, float]] = []
         for at in range(0, len(several(inputs)), AT_ONCE):
-            batch = self.collate([Example(self._numbers(each), 0) for each in inputs[at : at + AT_ONCE]])
+            batch = self.collate([WordExample(self._numbers(each), 0) for each in inputs[at : at + AT_ONCE]])
             chances = model(batch["tokens"].to(device), batch["key_mask"].to(device)).logits.float().softmax(-1)
             best, which = chances.max(-1)
-            said += [(self.labels[k], p) for k, p in zip(which.tolist(), best.tolist(), strict=True)]
+            predictions += [(self.labels[k], p) for k, p in zip(which.tolist(), best.tolist(), strict=True)]
         model.train(training)
-        return said
+        return predictions
 
     def _numbers(self, given: Any) -> tuple[Tensor, ...]:
         texts = (given,) if isinstance(given, str) else tuple(given)

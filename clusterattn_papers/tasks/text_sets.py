@@ -6,8 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from clusterattn._errors import check_choice
+from clusterattn.measure.reading import text_of
 
-from .files import folder_of, inside, text_of
+from .files import folder_of, inside
 from .labelled_files import Record, Splits, divided, labelled_folders
 
 SENTENCES = {  # one sentence on a line: its label, a space, its words

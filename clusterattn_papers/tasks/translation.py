@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
+from clusterattn.measure.reading import text_of
 from clusterattn.methods import MethodSpec
 
 from ..models.translator import Translator
 from ._task import Batch, Figures, Task, classified, padded, several
-from .files import text_of
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
 Pair = tuple[str, str]  # source and target, as people write them
@@ -80,15 +80,15 @@ class Translate(Task):
     def predict(self, model: nn.Module, inputs: Sequence[str], beam: int = 4) -> list[str]:
         """Translations, by beam search."""
         device = next(model.parameters()).device
-        said: list[str] = []
+        translations: list[str] = []
         training = model.training
         with torch.no_grad():
             model.eval()
             for at in range(0, len(several(inputs)), 64):
                 source, mask = padded([self._source(ids) for ids in self._encoded(inputs[at : at + 64])], PADDING)
-                said += self._said(model, source.to(device), mask.to(device), beam)
+                translations += self._translated(model, source.to(device), mask.to(device), beam)
         model.train(training)
-        return said
+        return translations
 
     def model(self, method: MethodSpec, **sizes: Any) -> Translator:
         return Translator(self.tokenizer.get_vocab_size(), method, padding=PADDING, start=START, end=END, **sizes)
@@ -110,18 +110,18 @@ class Translate(Task):
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
         """BLEU of the search's answers, and what the model thinks of the references (nats per token)."""
-        said: list[str] = []
+        translations: list[str] = []
         wanted: list[str] = []
         surprise = tokens = 0.0
         for batch in batches:
             answer = model(batch["source"], batch["source_mask"], batch["target"], batch["target_mask"])
             total, count = classified(answer._replace(auxiliary=torch.zeros_like(answer.auxiliary)), batch["wanted"])
             surprise, tokens = surprise + float(total), tokens + float(count)
-            said += self._said(model, batch["source"], batch["source_mask"], self.beam)
+            translations += self._translated(model, batch["source"], batch["source_mask"], self.beam)
             wanted += self._texts([row[row > END].tolist() for row in batch["wanted"].cpu()])
-        return bleu(said, wanted) | {"nll": surprise / max(tokens, 1.0)}
+        return bleu(translations, wanted) | {"nll": surprise / max(tokens, 1.0)}
 
-    def _said(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
+    def _translated(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
         assert isinstance(model, Translator)
         return self._texts(model.translate(source, source_mask, beam=beam))
 
@@ -165,14 +165,14 @@ def pieces(texts: Iterable[str], vocabulary: int = 8000, specials: Sequence[str]
     return made
 
 
-def bleu(said: Sequence[str], wanted: Sequence[str]) -> Figures:
+def bleu(got: Sequence[str], wanted: Sequence[str]) -> Figures:
     """bleu: sacreBLEU on text as people write it. tokenized_bleu: on lower-cased words and punctuation marks, which is
     what older papers report (IWSLT14 is prepared so)."""
     score = need("sacrebleu", "train").corpus_bleu
-    apart = ([" ".join(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts] for texts in (said, wanted))
+    apart = ([" ".join(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts] for texts in (got, wanted))
     ours, theirs = apart
     return {
-        "bleu": score(list(said), [list(wanted)]).score,
+        "bleu": score(list(got), [list(wanted)]).score,
         "tokenized_bleu": score(ours, [theirs], tokenize="none", force=True).score,
     }
 
