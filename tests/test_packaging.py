@@ -98,7 +98,7 @@ def test_importing_the_core_imports_no_extra() -> None:
 # ---- what an import brings -----------------------------------------------------------------------
 
 ATTENTION = ("ops", "methods")  # folders that attention is made of
-FILES = {"", "_attention", "_types", "_errors", "_draw", "_draw_kernels", "_version", "_moved"}
+FILES = {"", "_attention", "_types", "_errors", "_version", "_moved"}
 
 
 def brought() -> list[str]:

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from clusterattn import _draw
 from clusterattn._errors import bad_value, check_whole
 from clusterattn.methods import MethodSpec
+from clusterattn.ops import draw
 
 from ..models.tagger import Tagger
 from ._task import Batch, Figures, Task, classified
 
-STREAM_SYMBOLS, STREAM_HOLES = 21, 22  # of ``_draw``; no method draws from them
+STREAM_SYMBOLS, STREAM_HOLES = 21, 22  # of ``ops.draw``; no method draws from them
 JUDGED = 1 << 31  # the first of the examples for dev and test: training never gets there
 
 
@@ -61,8 +61,8 @@ class Copying(Task):
     def collate(self, examples: Sequence[int]) -> Batch:
         """ids (b n) and targets (b n)."""
         at = torch.tensor(examples).unsqueeze(1) * self.letters + torch.arange(self.letters)
-        word = 1 + _draw.bits(at, self.seed << 32, STREAM_SYMBOLS) % self.symbols
-        lot = _draw.bits(at, self.seed << 32, STREAM_HOLES) / 2.0**32
+        word = 1 + draw.bits(at, self.seed << 32, STREAM_SYMBOLS) % self.symbols
+        lot = draw.bits(at, self.seed << 32, STREAM_HOLES) / 2.0**32
         first, second = lot < self.masked, lot >= 1 - self.masked
         zero = torch.zeros(len(examples), 1, dtype=torch.long)
         seen = (word.masked_fill(holes, self.hole) for holes in (first, second))

@@ -1,12 +1,12 @@
-"""The draws as one launch each: the arithmetic of _draw.py, line by line."""
+"""The draws as one launch each: the arithmetic of draw.py, line by line."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .ops._jit import jit, tl
-from .ops._jit import triton as _triton
+from .._jit import jit, tl
+from .._jit import triton as _triton
 
 
 @jit
@@ -65,25 +65,25 @@ def _rank(lot, total, wanted, low, high, stream):
 
 
 @jit
-def strata_kernel(OUT, HOLDER, n, most, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+def stratified_kernel(OUT, HOLDER, n, most, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
     low, high = halves(HOLDER, low, high, HELD)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
     tl.store(OUT + lot, tl.where(rank < n, rank, -1), mask=lot < most)
 
 
-def strata(n: int, number: int, stream: int, most: int, device: torch.device, holder: Tensor | None) -> Tensor:
+def stratified(n: int, number: int, stream: int, most: int, device: torch.device, holder: Tensor | None) -> Tensor:
     out = torch.empty(most, dtype=torch.int64, device=device)
     held, low, high = seed_arguments(number, holder, out)
     if most:
-        strata_kernel[(_triton.cdiv(most, 128),)](
+        stratified_kernel[(_triton.cdiv(most, 128),)](
             out, held, n, most, low, high, stream, HELD=holder is not None, BLOCK=128, num_warps=4
         )
     return out
 
 
 @jit
-def lottery_kernel(
+def stratified_among_kernel(
     SEEN, WANTED, OUT, HOLDER, n, most, low, high, stream,
     HELD: tl.constexpr, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def lottery_kernel(
     tl.store(OUT + lead * most + lot, tl.where((rank < total) & (lot < wanted), first, -1), mask=lot < most)
 
 
-def lottery(
+def stratified_among(
     valid: Tensor, number: int, stream: int, most: int, wanted: Tensor | None, holder: Tensor | None
 ) -> Tensor:
     lead, n = valid.shape[:-1], valid.shape[-1]
@@ -114,7 +114,7 @@ def lottery(
     out = torch.empty(*lead, most, dtype=torch.int64, device=valid.device)
     held, low, high = seed_arguments(number, holder, out)
     if out.numel():
-        lottery_kernel[(_triton.cdiv(most, 128), out.numel() // most)](
+        stratified_among_kernel[(_triton.cdiv(most, 128), out.numel() // most)](
             seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, held, n, most,
             low, high, stream, HELD=holder is not None, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip

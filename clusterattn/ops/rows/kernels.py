@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._jit import jit, power, tl
-from ._jit import triton as _triton
+from .._jit import jit, power, tl
+from .._jit import triton as _triton
 
 
 @jit

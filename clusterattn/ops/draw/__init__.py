@@ -16,8 +16,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _draw_kernels
-from .ops._jit import HAVE_TRITON
+from .._jit import HAVE_TRITON
+from . import kernels
 
 Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
 
@@ -45,7 +45,7 @@ def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
 @torch.library.custom_op("clusterattn::bits", mutates_args=())
 def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(counter):
-        return _draw_kernels.bits(counter, number, stream, holder)
+        return kernels.bits(counter, number, stream, holder)
     counter, seed = counter.to(torch.int64), number if holder is None else holder
     x = _mix((counter + (seed & _LOW)) & _LOW)
     x = _mix(x ^ (((counter >> 32) ^ (seed >> 32)) & _LOW))
@@ -68,7 +68,7 @@ def bits(counter: Tensor, seed: Seed, stream: int) -> Tensor:
 
 
 def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device, first: Tensor | int = 0) -> Tensor:
-    """Standard normal numbers (Box-Muller, computed in fp64 so that devices agree, handed out in fp32)."""
+    """Standard normal numbers (Box-Muller, computed in fp64 so that devices agree, shared out in fp32)."""
     counter = torch.arange(math.prod(shape), device=device).view(shape) + first
     one = (bits(counter, seed, 2 * stream).double() + 1) / 4294967297
     two = bits(counter, seed, 2 * stream + 1).double() / 4294967296
@@ -82,13 +82,13 @@ def directions(rounds: int, each: int, d: int, seed: Seed, like: Tensor) -> Tens
     ).to(like.dtype)
 
 
-@torch.library.custom_op("clusterattn::lottery", mutates_args=())
-def _lottery(
+@torch.library.custom_op("clusterattn::stratified_among", mutates_args=())
+def _stratified_among(
     valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
     holder: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
     if _in_one_launch(valid):
-        return _draw_kernels.lottery(valid, number, stream, most, wanted, holder)
+        return kernels.stratified_among(valid, number, stream, most, wanted, holder)
     seen = valid.cumsum(-1)
     total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
     lot = torch.arange(most, device=valid.device)
@@ -99,7 +99,7 @@ def _lottery(
     return torch.where((rank < total) & (lot < wanted), at, -1)
 
 
-@_lottery.register_fake
+@_stratified_among.register_fake
 def _(
     valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
     holder: Optional[Tensor] = None,
@@ -107,7 +107,7 @@ def _(
     return valid.new_empty((*valid.shape[:-1], most), dtype=torch.int64)
 
 
-def lottery(valid: Tensor, seed: Seed, stream: int, most: int, wanted: Tensor | None = None) -> Tensor:
+def stratified_among(valid: Tensor, seed: Seed, stream: int, most: int, wanted: Tensor | None = None) -> Tensor:
     """``most`` distinct valid positions at random over the sequence, (... most); -1 once the valid ones are used up.
 
     Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the
@@ -115,16 +115,14 @@ def lottery(valid: Tensor, seed: Seed, stream: int, most: int, wanted: Tensor | 
     ``wanted`` (... 1): how many of the ``most`` lots are drawn, where that follows the number of valid tokens.
     """
     number, holder = number_and_holder(seed)
-    drawn: Tensor = _lottery(valid, number, stream, most, wanted, holder)
+    drawn: Tensor = _stratified_among(valid, number, stream, most, wanted, holder)
     return drawn
 
 
-@torch.library.custom_op("clusterattn::strata", mutates_args=())
-def _strata(
-    like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None
-) -> Tensor:
+@torch.library.custom_op("clusterattn::stratified", mutates_args=())
+def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(like):
-        return _draw_kernels.strata(n, number, stream, most, like.device, holder)
+        return kernels.stratified(n, number, stream, most, like.device, holder)
     lot = torch.arange(most, device=like.device)
     if n <= most:
         return torch.where(lot < n, lot, -1)
@@ -132,22 +130,24 @@ def _strata(
     return rank.long().clamp(max=n - 1)
 
 
-@_strata.register_fake
+@_stratified.register_fake
 def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
     return like.new_empty((most,), dtype=torch.int64)
 
 
-def strata(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
-    """The lottery where all n tokens are valid: the same positions for every sequence, (most,), on like's device."""
+def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
+    """As stratified_among where all n tokens are valid: the same positions for every sequence, (most,)."""
     number, holder = number_and_holder(seed)
-    drawn: Tensor = _strata(like, n, number, stream, most, holder)
+    drawn: Tensor = _stratified(like, n, number, stream, most, holder)
     return drawn
 
 
-def some(valid: Tensor | None, like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
+def positions(valid: Tensor | None, like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
     """``most`` of n tokens for each of the sequences ``like`` (b h ... n d): (b h ... most), -1 where there are fewer.
 
     valid (b 1 ... n), or None when all tokens are real. The draw is shared by the heads.
     """
-    drawn: Tensor = strata(like, n, seed, stream, most) if valid is None else lottery(valid, seed, stream, most)
+    drawn: Tensor = (
+        stratified(like, n, seed, stream, most) if valid is None else stratified_among(valid, seed, stream, most)
+    )
     return drawn.expand(*like.shape[:-2], most)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._jit import jit, power, rows, tl
-from ._jit import triton as _triton
+from .._jit import jit, power, rows, tl
+from .._jit import triton as _triton
 
 STRETCH = 512
 
@@ -74,14 +74,14 @@ def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
     wide = power(clusters + 2)
     count_kernel[(stretches, lead)](labels, counts, n, clusters, stretches, BN=tile, BC=wide, num_warps=4)
-    some = min(max(1, 8192 // wide), power(stretches, least=1))
-    scan_kernel[(lead,)](counts, first, clusters, stretches, BS=some, BC=wide, num_warps=8)
+    few = min(max(1, 8192 // wide), power(stretches, least=1))
+    scan_kernel[(lead,)](counts, first, clusters, stretches, BS=few, BC=wide, num_warps=8)
     place_kernel[(stretches, lead)](labels, counts, order, n, clusters, stretches, BN=tile, num_warps=4)
     return order, first
 
 
 @jit
-def roll_sums_kernel(
+def member_sums_kernel(
     X, ORDER, FIRST, SUMS, COUNTS, n, d, c, heads, splits, sxb, sxh, sxn, BN: tl.constexpr, BD: tl.constexpr
 ):
     """SUMS (lead splits c d), COUNTS (lead splits c): a program takes every splits-th tile of a cluster's members."""
@@ -119,7 +119,7 @@ def sums(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     tile, splits = tiles(n, c, 32)
     totals = torch.empty(b * h, splits, c, d, dtype=torch.float32, device=x.device)
     counts = torch.empty(b * h, splits, c, dtype=torch.float32, device=x.device)
-    roll_sums_kernel[(c * splits, b * h)](
+    member_sums_kernel[(c * splits, b * h)](
         x, order, first, totals, counts, n, d, c, h, splits, *x.stride()[:3], BN=tile, BD=power(d), num_warps=1
     )  # fmt: skip
     return totals, counts

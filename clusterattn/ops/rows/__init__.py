@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._types import Roll
-from . import roll_kernels, rows_kernels
-from ._jit import serve, why_no_kernels
+from ..._types import Members
+from .._jit import use_kernel, why_no_kernels
+from ..members import kernels as member_kernels
+from . import kernels as row_kernels
 
 
 def flat_index(at: Tensor, heads: int, length: int) -> Tensor:
@@ -44,7 +45,7 @@ def _(x: Tensor, at: Tensor) -> Tensor:
 
 @torch.library.custom_op("clusterattn::take_backward", mutates_args=())
 def _take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
-    from .bucketed.kernels import gather_sum
+    from ..bucketed.kernels import gather_sum
 
     (b, h), d = at.shape[:2], d_rows.shape[-1]
     summed = gather_sum(at.reshape(b, h, 1, -1), length, d_rows.contiguous(), d).view(b, heads, h // heads, length, d)
@@ -71,7 +72,7 @@ _take.register_autograd(_give_back, setup_context=_keep)
 
 @torch.library.custom_op("clusterattn::broadcast", mutates_args=())
 def _broadcast(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
-    return rows_kernels.broadcast(rows, labels)
+    return row_kernels.broadcast(rows, labels)
 
 
 @_broadcast.register_fake
@@ -83,11 +84,11 @@ def _(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Ten
 def _broadcast_backward(
     d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int
 ) -> Tensor:
-    from .kmeans.kernels import member_sums
+    from ..kmeans.kernels import member_sums
 
     b, h, n = labels.shape
     if order is None or first is None:
-        order, first = roll_kernels.by_label(labels.reshape(b * h, n), clusters)
+        order, first = member_kernels.by_label(labels.reshape(b * h, n), clusters)
     return member_sums(d_rows, order, first, d_rows.dtype, mean=False)[0]
 
 
@@ -110,22 +111,22 @@ _broadcast.register_autograd(_give_back_broadcast, setup_context=_keep_labels)
 
 def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows ``x[b, h, at[b, h, ...]]`` of x (b hk m d): (b h ... d). -1 takes any row: nobody may read it."""
-    return _take(x, at) if serve("take", backend, why_no_kernels(x)) else _plain_take(x, at)
+    return _take(x, at) if use_kernel("take", backend, why_no_kernels(x)) else _plain_take(x, at)
 
 
 def broadcast(
-    per_cluster: Tensor, labels: Tensor, *, roll: Roll | None = None, backend: str = "reference"
+    per_cluster: Tensor, labels: Tensor, *, members: Members | None = None, backend: str = "reference"
 ) -> Tensor:
     """Hand a cluster's row (b h c x) or number (b h c) to its members (b h n x) or (b h n); 0 for label -1.
 
-    roll: of the labels, which spares backward making it.
+    members: of the labels, which spares backward making it.
     """
     number = per_cluster.dim() == 3
     rows = per_cluster.unsqueeze(-1) if number else per_cluster
-    if serve("broadcast", backend, why_no_kernels(rows)):
-        order, first = (roll.order, roll.first) if roll is not None else (None, None)
-        handed: Tensor = _broadcast(rows, labels, order, first)
+    if use_kernel("broadcast", backend, why_no_kernels(rows)):
+        order, first = (members.order, members.first) if members is not None else (None, None)
+        shared: Tensor = _broadcast(rows, labels, order, first)
     else:
         rows = F.pad(rows, (0, 0, 0, 1))  # one more row for those without a cluster
-        handed = _plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))
-    return handed.squeeze(-1) if number else handed
+        shared = _plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))
+    return shared.squeeze(-1) if number else shared
