@@ -12,19 +12,19 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 
 # words that once stood for a thing with a plainer name
 CUTE = {"hall", "room", "roll", "serve", "lottery", "strata", "some", "said", "hand", "told", "how"}
-# their new names are on the way (ops, methods, attention)
-RENAMED_NEXT = tuple(f"clusterattn/{each}" for each in ("ops/", "methods/", "_attention", "_types", "_draw"))
+# still to be renamed: the class Piece of coarse (bucketed has one, too), and a number in coarse's kernels
+LEFT_CLASSES = {"Piece"}
+LEFT_NAMES = [("clusterattn/ops/coarse/kernels.py", "room")]
 ROLLED = "roll"  # torch.roll is torch's word
 
 
 def test_no_two_classes_share_a_name() -> None:
     places = defaultdict(list)
     for path, tree in TREES.items():
-        if not path.startswith(RENAMED_NEXT):
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(path)
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    assert {name: found for name, found in places.items() if len(found) > 1}.keys() == LEFT_CLASSES
 
 
 def identifiers(tree: ast.AST) -> set[str]:
@@ -45,8 +45,7 @@ def test_identifiers_are_plain_words() -> None:
     cute = {
         (path, name)
         for path, tree in TREES.items()
-        if not path.startswith(RENAMED_NEXT)
         for name in identifiers(tree)
         if CUTE & set(name.lower().split("_"))
     }
-    assert sorted(cute) == []
+    assert sorted(cute) == LEFT_NAMES

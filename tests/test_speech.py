@@ -400,7 +400,8 @@ def test_findings_go_seed_by_seed() -> None:
     assert "clustered-100, points of error rate on test: -6.00 (one run, the paper's -1.89)" in said[1]
     assert len(said) == 2  # nothing is said of speed that was not measured
     paces = [{**pace_row("full", 0.02), "pass": "training"}, {**pace_row("improved-100", 0.01), "pass": "training"}]
-    assert "improved-100 is 2.00 times as fast as with full" in speech_tables.ClusteredTable2().findings(rows + paces, SMALL)[-1]
+    said = speech_tables.ClusteredTable2().findings(rows + paces, SMALL)
+    assert "improved-100 is 2.00 times as fast as with full" in said[-1]
     said = speech_tables.Figure7().findings(rows, SMALL)
     assert "least first: full 1.000, clustered-100 1.250, improved-100 1.500" in said[0]
     assert "improved-100 against clustered-100, nats at the end: +0.250 (one run)" in said[1]
