@@ -243,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     known, sample_note = {}, ""
     try:
         known = {} if args.quick else sample_errors()
-    except ModuleNotFoundError as missing:  # tests/test_bench.py holds the settings to it, too
+    except ModuleNotFoundError as missing:  # tests/measure/test_bench.py holds the settings to it, too
         sample_note = f"errors on the embedded sample are left out: {missing}"
     todo = list(remaining(entries, rows))
     print(f"{len(entries)} entries, {len(todo)} to measure; rows go to {path}", sample_note, sep="\n", flush=True)

@@ -25,7 +25,8 @@ from clusterattn_papers.train import Settings, fit, judge, loop
 from clusterattn_papers.train.graphs import Replayed
 from clusterattn_papers.train.radam import RAdam
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4",
          "refined": "refined:clusters=4,top=4",
          "reformer": "reformer:chunk=4", "routing": "routing:window=4", "smyrf": "smyrf:q_seats=4,k_seats=4",
@@ -107,7 +108,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
     )
     state = tmp_path / "run" / "state.safetensors"
     for _ in range(2):
-        process = subprocess.Popen([sys.executable, str(script)], cwd=HERE.parent)
+        process = subprocess.Popen([sys.executable, str(script)], cwd=ROOT)
         before = state.stat().st_mtime_ns if state.exists() else 0
         for _ in range(600):
             time.sleep(0.1)
@@ -227,7 +228,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     )
     # what `accelerate launch` does for GPUs; for CPUs it asks for an MPI
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(launch, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (0, 1):

@@ -11,7 +11,7 @@ from typing import Any
 from clusterattn._rows import Row
 from clusterattn.measure.bench import PASSES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def script(name: str) -> ModuleType:

@@ -117,7 +117,7 @@ def run_with_processes(tmp_path, code):
         "    print(sorted(row['square'] for row in outcome.rows[Mine.name]), sorted(outcome.failed.items()))\n"
     )
     words = [sys.executable, str(tmp_path / "toys.py"), str(tmp_path / "rows")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=Path(__file__).resolve().parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -91,7 +91,7 @@ def test_the_default_compiler_gives_the_same_answers_within_minutes(name: str) -
     """In a process of its own: a compiler that never comes back is a failure, not a hanging test."""
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "g++", "clang++")):
         pytest.skip("the default compiler backend needs a C++ compiler on a CPU")
-    here = Path(__file__).parent
+    here = Path(__file__).resolve().parents[1]
     env = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
     code = DEFAULT_COMPILER.format(name=name)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=150)
