@@ -25,6 +25,7 @@ DENSE_LIMIT = 2**25
 # Half and twice the budget, so that the picture shows a curve for each method instead of a dot.
 SWEEP = (0.5, 2.0)
 SWEPT = ("clusters", "top", "rounds", "window")
+LONG, CURVES_WHEN_LONG = 4096, ("refined",)  # past so many queries a curve for every method would take minutes
 
 
 
@@ -143,7 +144,8 @@ def compare(
         elif method != exact:
             points[str(method)] = (method, 1.0)
     for method, _ in list(points.values()):
-        for factor in SWEEP if sweep else ():
+        curve = sweep and (n <= LONG or method.name in CURVES_WHEN_LONG)
+        for factor in SWEEP if curve else ():
             other = scaled(method, factor)
             if other is not None and str(other) not in points:
                 points[str(other)] = (other, factor)
@@ -199,8 +201,13 @@ def compare(
         tell(label)
         rows[label]["memory_bytes"] = peak_memory(runs[label], device)
     waiting = iter([*runs] * repetitions)
-    taken = interleaved(
-        runs, repetitions=repetitions, device=device, seconds=seconds, progress=lambda: tell(next(waiting))
+    taken = interleaved(  # every run has been warmed up above
+        runs,
+        repetitions=repetitions,
+        warmup=0,
+        device=device,
+        seconds=seconds,
+        progress=lambda: tell(next(waiting)),
     )
 
     where = {

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._errors import bad_type, bad_value
+from .._errors import bad_type, bad_value, check_choice
 from .._extras import need
 
-EMBEDDED = Path(__file__).parent.parent / "data" / "minilm_alice.safetensors"
+DATA = Path(__file__).parent.parent / "data"
+EMBEDDED = {"short": DATA / "minilm_alice.safetensors", "long": DATA / "tabpfn_mnist.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,28 @@ class Sample:
         )
 
 
-def embedded() -> Sample:
-    """The sample inside the package: a pretrained encoder reading 512 tokens (see data/SOURCE.md)."""
-    return load(EMBEDDED)
+def embedded(which: str = "short") -> Sample:
+    """A sample inside the package, from a real pretrained model (see data/SOURCE.md).
+
+    "short"   a text encoder reading 512 tokens: (3, 4, 512, 32), three layers of four heads
+    "long"    a table model reading 8192 rows: (1, 3, 8192, 128), a head each of three layers
+    """
+    check_choice("embedded", "which", which, tuple(EMBEDDED))
+    return load(EMBEDDED["short"]) if which == "short" else _restored(EMBEDDED["long"])
+
+
+def _restored(path: Path) -> Sample:
+    """Heads kept as 8-bit ``points`` along a few directions: q, k, v, side by side, are points @ basis + mean."""
+    with need("safetensors").safe_open(str(path), framework="pt") as file:
+        words = file.metadata()
+        names: tuple[str, ...] = tuple(json.loads(words["heads"]))
+        numbers = range(len(names))
+        mean, points, basis = (
+            [file.get_tensor(f"{part}.{j}").float() for j in numbers] for part in ("mean", "points", "basis")
+        )
+    heads = torch.stack([torch.addmm(mean[j], points[j], basis[j]) for j in numbers])  # (h, n, 3 d)
+    q, k, v = (x.contiguous()[None] for x in heads.chunk(3, dim=-1))
+    return Sample(q=q, k=k, v=v, batch=tuple(json.loads(words["batch"])), heads=names, source=words["source"])
 
 
 def load(path: str | Path) -> Sample:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .compare import Comparison
 
 
-def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
+def show_comparisons(results: Mapping[str, Comparison], written: Sequence[Path]) -> None:
+    """A table and a sentence for each, under its name where there are several."""
+    for name, result in results.items():
+        if name:
+            console().rule(name, align="left")
+        _show_comparison(result)
+    show_written(written)
+
+
+def _show_comparison(result: Comparison) -> None:
     from .report import headline, table_cells
 
     rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
@@ -39,8 +48,7 @@ def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
         rich.print(f"[dim]not measured: {literal(label)} ({why})[/]", highlight=False)
     for note in result.notes:
         rich.print(f"[dim]{note}[/]", highlight=False)
-    rich.print(headline(result), highlight=False)
-    show_written(written)
+    rich.print(literal(headline(result)), highlight=False)
 
 
 def show_approximation(result: Approximation, written: Sequence[Path]) -> None:

@@ -112,10 +112,26 @@ def test_causal_leaves_out_who_has_no_causal_form(tiny, tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
-def test_the_embedded_sample_is_the_default():
-    shown = run("compare", "--method", "local:window=8", "--no-report", "--repetitions", 1)
+def test_the_embedded_samples_are_the_default(tmp_path):
+    """Short and long, a table and a sentence for each, one page with the pictures of both."""
+    out = tmp_path / "report"
+    shown = run("compare", "--method", "local:window=8", "--repetitions", 1, "--no-sweep", "--out", out)
     assert shown.exit_code == 0, shown.output
-    assert "Alice's Adventures in Wonderland" in shown.stdout
+    said = " ".join(shown.stdout.split())
+    for words in ("Alice's Adventures in Wonderland", "TabPFN", "at 512 tokens", "at 8192 tokens"):
+        assert words in said
+    page = (out / "report.html").read_text()
+    for words in ("<b>Short.</b>", "<b>Long.</b>", "Short: 512 tokens", "Long: 8192 tokens"):
+        assert words in page
+    assert page.count("Relative output error</b> is") == 1  # what the figures mean is said once
+    assert {"short-pareto.png", "short-maps.png", "long-pareto.png"} <= {each.name for each in out.iterdir()}
+    assert [row["n"] for row in read(out / "rows.jsonl")] == [512, 512, 8192, 8192]
+
+
+def test_one_embedded_sample_can_be_asked_for():
+    quick = ("--method", "local:window=8", "--no-report", "--repetitions", 1, "--json")
+    assert {row["n"] for row in json.loads(run("compare", "--sample", "short", *quick).stdout)} == {512}
+    assert {row["n"] for row in json.loads(run("compare", "--causal", *quick).stdout)} == {512}
 
 
 def broken(tmp_path, **tensors):
@@ -163,6 +179,8 @@ def test_bad_tensors_are_refused_in_one_sentence(tmp_path, tensors, said):
         (["compare", "--method", "refined:clusters=0"], ["clusters", ">= 1"]),
         (["compare", "--method", "refined:colour=3"], ["colour", "clusters"]),
         (["compare", "--qkv", "not/there.safetensors"], ["not there"]),
+        (["compare", "--sample", "middle"], ["short, long", "middle"]),
+        (["compare", "--sample", "long", "--qkv", "mine.safetensors"], ["--qkv or --sample"]),
         (["compare", "--device", "abacus"], ["cpu or cuda", "abacus"]),
         (["compare", "--dtype", "int7"], ["float32", "int7"]),
         (["bench", "--lengths", "many"], ["--lengths", "many"]),

@@ -174,7 +174,7 @@ def test_the_embedded_sample_is_real_and_small():
 
     sample = embedded()
     assert sample.shape == (3, 4, 512, 512, 32, 32)
-    assert EMBEDDED.stat().st_size <= 2 * 2**20
+    assert EMBEDDED["short"].stat().st_size <= 2 * 2**20
     assert len(sample.tokens) == 512
     assert "alice" in sample.tokens
     assert "Apache-2.0" in sample.source
@@ -182,6 +182,32 @@ def test_the_embedded_sample_is_real_and_small():
     assert sample.q.dtype == torch.float32
     for x in (sample.q, sample.k, sample.v):
         assert torch.isfinite(x).all()
+
+
+def test_the_long_sample_is_real_and_its_rounding_is_as_told():
+    """The file holds the answers of the untouched heads: what is read back gives them but for the error it tells."""
+    from safetensors import safe_open
+
+    from clusterattn.measure.sample import EMBEDDED
+
+    sample = embedded("long")
+    assert sample.shape == (1, 3, 8192, 8192, 128, 128)
+    assert EMBEDDED["long"].stat().st_size <= 4 * 2**20
+    assert "TabPFN" in sample.source
+    assert "MIT" in sample.source
+    assert sample.place(0, 1) == "MNIST, layer 7, head 1"
+    with safe_open(EMBEDDED["long"], framework="pt") as file:
+        told = json.loads(file.metadata()["rounding"])
+        truth = torch.stack([file.get_tensor(f"answers.{j}") for j in range(3)])[None]
+    said = exact_answer(sample.q[:, :, ::128], sample.k, sample.v)
+    found = head_errors(said, truth)[0].tolist()
+    assert found == pytest.approx(told, rel=0.01)
+    assert max(told) < 0.01
+
+
+def test_an_unknown_embedded_sample_is_refused():
+    with pytest.raises(ValueError, match="short, long"):
+        embedded("middle")
 
 
 def test_a_key_mask_marks_the_queries_of_self_attention(tmp_path):
@@ -305,3 +331,31 @@ def test_a_log_is_told_of_progress_and_never_twice_the_same():
     for text, done in (("one", 0), ("one", 0), ("one", 1), ("two", 1)):
         tick(text, 2, done)
     assert lines == ["0 of 2: one", "1 of 2: one", "1 of 2: two"]
+
+
+# ---------------------------------------------------------------- what a comparison says
+
+
+def said_of(**rows):
+    """The sentence about rows of (error, speedup) by method."""
+    from clusterattn.measure.report import headline
+
+    told = [
+        {"name": name, "method": name, "error": error, "speedup": speedup, "cost_share": 0.0625}
+        for name, (error, speedup) in {"exact": (0.0, 1.0), **rows}.items()
+    ]
+    return headline(SimpleNamespace(rows=told, sample=mixture(1, 1, 64, 4)))
+
+
+def test_where_nothing_useful_is_faster_exact_attention_wins():
+    said = said_of(refined=(0.19, 0.3), local=(0.82, 1.1), oracle_top=(0.1, 2.0))
+    assert said.startswith("Here exact attention wins: at 64 tokens")
+    assert "the closest, refined, is off by 0.19 with 6.2% of the multiply-adds in 3.3 times the time" in said
+
+
+def test_where_something_useful_is_faster_the_closest_of_them_is_named():
+    said = said_of(refined=(0.127, 4.71), smyrf=(0.25, 9.0), improved=(0.1, 0.9), oracle_top=(0.01, 2.0))
+    assert said == (
+        "Here refined gains: at 64 tokens it is 4.7 times as fast as exact attention, with 6.2% of its multiply-adds, "
+        "at an output error of 0.127."
+    )
