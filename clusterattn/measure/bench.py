@@ -6,8 +6,9 @@ figures come from a race (race.py): checked first, then timed as CUDA graphs aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -58,12 +59,11 @@ def bench(
         from .race import Race  # which is made of the parts below
 
         race = Race(device, dtype, causal=causal, seed=seed)
-        for n in sorted(lengths):
-            for method in methods:
-                if tick is not None:
-                    tick(f"{n} tokens, {method}", len(lengths) * len(methods))
-                shape = (batch or max(TOKENS // n, 1), heads, n, dim)
-                yield from race.rows(method, shape, passes=passes, memory=memory)
+        for n, method in product(sorted(lengths), methods):
+            if tick is not None:
+                tick(f"{n} tokens, {method}", len(lengths) * len(methods))
+            shape = (batch or max(TOKENS // n, 1), heads, n, dim)
+            yield from race.rows(method, shape, passes=passes, memory=memory)
         return
     batch, steps = batch or 1, len(lengths) * len(passes)
     around = environment(device)
@@ -84,7 +84,7 @@ def bench(
             turns = interleaved(runs, repetitions=repetitions, device=device, seconds=seconds)
             taken = {name: min(times) for name, times in turns.items()}
             held = {name: peak_memory(run, device) for name, run in runs.items()} if memory else {}
-            where = {
+            shared = {
                 **dict(zip("bhnd", (batch, heads, n, dim), strict=True)),
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
@@ -95,23 +95,22 @@ def bench(
                 "memory_by": MEMORY_BY[device.type],
                 "environment": around,
             }
-            tokens = batch * n
             for name in (PEER, *map(str, methods)):
-                row: Row = {"theme": "bench", "method": name}
-                if name in wrong:
-                    yield {**row, "failed": wrong[name], **where}
-                    continue
-                yield {
-                    **row,
-                    "peer": PEER,
-                    "seconds": taken[name],
-                    "seconds_per_token": taken[name] / tokens,
-                    "speedup": taken[PEER] / taken[name],
-                    "memory_bytes": held.get(name),
-                    "memory_per_token": held[name] / tokens if name in held else None,
-                    "memory_share": held[name] / max(held[PEER], 1) if name in held else None,
-                    **where,
-                }
+                measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
+                yield {"theme": "bench", "method": name, **measured, **shared}
+
+
+def _per_token(name: str, taken: Mapping[str, float], held: Mapping[str, int], tokens: int) -> Row:
+    """Time and memory of one, by itself, for each token and beside the peer."""
+    return {
+        "peer": PEER,
+        "seconds": taken[name],
+        "seconds_per_token": taken[name] / tokens,
+        "speedup": taken[PEER] / taken[name],
+        "memory_bytes": held.get(name),
+        "memory_per_token": held[name] / tokens if name in held else None,
+        "memory_share": held[name] / max(held[PEER], 1) if name in held else None,
+    }
 
 
 def pass_of(
