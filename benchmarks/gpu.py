@@ -281,9 +281,7 @@ def _again(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="e.g. 32x128 N=8192 refined")
     parser.add_argument("--quick", action="store_true", help="a rehearsal in small; its rows are no results")

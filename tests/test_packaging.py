@@ -16,9 +16,7 @@ EXTRAS = ("typer", "rich", "matplotlib", "jinja2", "safetensors", "transformers"
 
 
 def run(*words: str, cwd: Path = ROOT, **env: str) -> str:
-    done = subprocess.run(
-        words, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(words, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -61,8 +59,11 @@ def test_torch_is_the_only_hard_dependency(wheel: Path) -> None:
     assert {"cli", "hf", "dev"} <= set(metadata.get_all("Provides-Extra") or [])
     assert metadata["License-Expression"] == "Apache-2.0"
     assert archive.read(name.replace("METADATA", "entry_points.txt")).decode().split() == [
-        "[console_scripts]", "clusterattn", "=", "clusterattn.cli:main",
-    ]  # fmt: skip
+        "[console_scripts]",
+        "clusterattn",
+        "=",
+        "clusterattn.cli:main",
+    ]
 
 
 def test_the_wheel_installs_and_answers_elsewhere(wheel: Path, tmp_path: Path) -> None:

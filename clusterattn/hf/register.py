@@ -78,9 +78,15 @@ def mask(
         if q_length not in (1, kv_length):
             options["allow_is_causal_skip"] = False  # SDPA would take "no mask" as causal from the top left
         dense: Tensor | None = _sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **options,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **options,
+        )
         return dense
     keys = attention_mask
     if keys is not None:
@@ -195,9 +201,15 @@ EAGER = ("softcap", "s_aux", "indices", "block_indices", "head_mask")  # what SD
 
 
 def _obstacle(
-    stamp: Stamp, module: torch.nn.Module, mask: Tensor | None, dropout: float, causal: bool, n: int, m: int,
+    stamp: Stamp,
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    n: int,
+    m: int,
     extra: dict[str, Any],
-) -> str:  # fmt: skip
+) -> str:
     """What keeps the stamp's method from serving this call, known only now; "" if nothing does."""
     if mask is not None and not (mask.dim() == 2 and mask.dtype == torch.bool):
         return "the mask says more than padding and causality (packed sequences, a window, or one that was handed in)"

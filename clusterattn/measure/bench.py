@@ -32,7 +32,6 @@ GRADIENTS = ("dq", "dk", "dv")
 MEMORY_BY = {"cpu": "torch's CPU allocator (profiler)", "cuda": "torch.cuda.max_memory_allocated"}
 
 
-
 def bench(
     methods: Sequence[Method],
     *,
@@ -125,9 +124,7 @@ def pass_of(
     """One call of a method as a function of nothing, ready to be timed."""
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(
-            q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend
-        )
+        out = attention(q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend)
         assert isinstance(out, Tensor)
         return out
 

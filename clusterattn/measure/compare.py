@@ -28,7 +28,6 @@ SWEPT = ("clusters", "top", "rounds", "window")
 LONG, CURVES_WHEN_LONG = 4096, ("refined",)  # past so many queries a curve for every method would take minutes
 
 
-
 @dataclass(frozen=True)
 class Comparison:
     """The rows, and what pictures need."""
@@ -58,9 +57,7 @@ class Comparison:
 
     def typical_head(self, b: int) -> int:
         """The head whose error is the median one: neither the best nor the worst is picked for show."""
-        judged = next(
-            (label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1]
-        )
+        judged = next((label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1])
         at = self.errors[judged][b].argsort()
         return int(at[(len(at) - 1) // 2])
 
@@ -199,9 +196,7 @@ def compare(
         row["repetitions"] = len(taken[label])
         row["speedup"] = min(taken["exact"]) / row["seconds"]
         row.setdefault("memory_bytes", None)
-        row["memory_share"] = (
-            row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
-        )
+        row["memory_share"] = row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
         row.update(where)
     return Comparison(
         sample=sample,

@@ -125,8 +125,11 @@ def speech(path: str | Path) -> list[Example]:
     if not clips:
         raise bad_value(SPEECH, f"{path}, without any .wav", "a folder of 16-bit .wav files")
     table = path / "transcripts.tsv"
-    spoken = {example.label: example.text for example in passages(table, whole=False, labelled=True)} \
-        if table.is_file() else {}  # fmt: skip
+    spoken = (
+        {example.label: example.text for example in passages(table, whole=False, labelled=True)}
+        if table.is_file()
+        else {}
+    )
     found = []
     for clip in clips:
         beside = clip.with_suffix(".txt")

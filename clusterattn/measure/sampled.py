@@ -99,9 +99,17 @@ def error_report(
     with torch.no_grad():
         if out is None:
             out = attention(
-                q, k, v, method=chosen, key_mask=key_mask, query_mask=query_mask, causal=causal, scale=scale, seed=seed,
+                q,
+                k,
+                v,
+                method=chosen,
+                key_mask=key_mask,
+                query_mask=query_mask,
+                causal=causal,
+                scale=scale,
+                seed=seed,
                 **options,
-            )  # fmt: skip
+            )
         if not isinstance(out, Tensor) or out.shape != (*q.shape[:3], v.shape[3]):
             came = tuple(out.shape) if isinstance(out, Tensor) else "several results"
             raise bad_value(f"one answer of shape {(*q.shape[:3], v.shape[3])}", came, "no return_… option")

@@ -110,9 +110,7 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
                 if row.get("failed"):
                     cells.append("[red]wrong[/]")
                     continue
-                memory = (
-                    "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
-                )
+                memory = "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
                 cells.append(
                     f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}"
                 )
@@ -120,9 +118,7 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
         rich.print(table)
     for row in rows:
         if row.get("failed"):
-            rich.print(
-                f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed"
-            )
+            rich.print(f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed")
     show_written(written)
 
 

@@ -52,12 +52,16 @@ def cells(line: Line) -> tuple[str, ...]:
     row, forward, both = any_of(line), *(line.get(which, {}) for which in PASSES)
     label = row["method"] if row["method"] != PEER else str(row.get("peer", PEER))
     return (
-        label, f"{row['h']}×{row['d']}", spaced(row["n"]), str(row["b"]),
-        *_speed(forward), *_speed(both),
+        label,
+        f"{row['h']}×{row['d']}",
+        spaced(row["n"]),
+        str(row["b"]),
+        *_speed(forward),
+        *_speed(both),
         _number(forward.get("floor_ratio"), "{:.1f}"),
         _number(forward.get("error", both.get("error")), "{:.4f}"),
         _number(both.get("memory_of_size"), "{:.2f}"),
-    )  # fmt: skip
+    )
 
 
 def as_text(rows: Iterable[Row]) -> str:

@@ -102,9 +102,14 @@ class ModelTask:
         return reading.passages(path, whole=(length or self.window) is not None)
 
     def batches(
-        self, loaded: Loaded, path: str | Path, *, length: int | None = None, size: int | None = None,
+        self,
+        loaded: Loaded,
+        path: str | Path,
+        *,
+        length: int | None = None,
+        size: int | None = None,
         limit: int | None = None,
-    ) -> list[ModelBatch]:  # fmt: skip
+    ) -> list[ModelBatch]:
         """Batches of ``size`` examples from a file or folder, of ``limit`` examples spread evenly over it.
 
         length   text is cut into windows of so many tokens; None: each line is a passage, cut where the model ends
@@ -354,9 +359,12 @@ def tokenised(tokenizer: Any, examples: Sequence[Example], limit: int, windowed:
     """Token ids: each passage cut at the limit, or cut into full windows of that many (one short text stays short)."""
     for each in examples:
         ids = tokenizer(
-            each.text, truncation=limit < UNLIMITED, max_length=limit if limit < UNLIMITED else None,
-            return_overflowing_tokens=windowed and limit < UNLIMITED, verbose=False,
-        )["input_ids"]  # fmt: skip
+            each.text,
+            truncation=limit < UNLIMITED,
+            max_length=limit if limit < UNLIMITED else None,
+            return_overflowing_tokens=windowed and limit < UNLIMITED,
+            verbose=False,
+        )["input_ids"]
         rows = ids if ids and isinstance(ids[0], list) else [ids]
         full = [row for row in rows if len(row) == limit]
         yield from full or rows[:1]
@@ -382,8 +390,9 @@ def sounds(loaded: Loaded, examples: Sequence[Example]) -> ModelBatch:
             seconds = f"{len(sound) / rate:.0f} s in {each.name}"
             raise bad_value(f"clips of at most {most / rate:.0f} s", seconds, "cutting it into pieces")
         heard.append(sound.numpy())
-    made = extract(heard, sampling_rate=rate, return_tensors="pt", padding="max_length" if hasattr(extract, "n_samples")
-                   else True)  # fmt: skip
+    made = extract(
+        heard, sampling_rate=rate, return_tensors="pt", padding="max_length" if hasattr(extract, "n_samples") else True
+    )
     return ModelBatch(dict(made), tuple(each.text for each in examples))
 
 

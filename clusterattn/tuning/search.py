@@ -131,9 +131,14 @@ class Search:
     """From measurements to a plan."""
 
     def __init__(
-        self, bench: Bench, tolerance: float, given: Sequence[Method] | None, by_head: bool, strict: bool,
+        self,
+        bench: Bench,
+        tolerance: float,
+        given: Sequence[Method] | None,
+        by_head: bool,
+        strict: bool,
         tick: Tick | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.bench, self.tolerance, self.given, self.by_head, self.strict = bench, tolerance, given, by_head, strict
         self.tick = tick
         self.layers: dict[str, Layer] = {}

@@ -28,10 +28,22 @@ class Translator(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, method: MethodSpec, *, dim: int = 256, heads: int = 4, layers: int = 3,
-        decoder_layers: int | None = None, feedforward: int | None = None, dropout: float = 0.1, length: int = 64,
-        padding: int = 0, start: int = 1, end: int = 2, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        vocabulary: int,
+        method: MethodSpec,
+        *,
+        dim: int = 256,
+        heads: int = 4,
+        layers: int = 3,
+        decoder_layers: int | None = None,
+        feedforward: int | None = None,
+        dropout: float = 0.1,
+        length: int = 64,
+        padding: int = 0,
+        start: int = 1,
+        end: int = 2,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.padding, self.start, self.end = padding, start, end
         self.embedding = nn.Embedding(vocabulary, dim)

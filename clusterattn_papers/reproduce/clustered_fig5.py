@@ -72,25 +72,40 @@ class ClusteredFig5(Experiment):
 
     def run(self, cell: Cell, config: CopyingConfig, context: Context) -> list[Row]:
         seed = cell.settings["seed"]
-        task = Copying(
-            cell.settings["letters"], examples=config.steps * config.batch, judged=config.judged, seed=seed
-        )
+        task = Copying(cell.settings["letters"], examples=config.steps * config.batch, judged=config.judged, seed=seed)
         torch.manual_seed(seed)
         model = task.model(
-            cell.settings["spec"], dim=config.dim, heads=config.heads, layers=config.layers,
-            feedforward=config.feedforward, dropout=0.0,
-        )  # fmt: skip
+            cell.settings["spec"],
+            dim=config.dim,
+            heads=config.heads,
+            layers=config.layers,
+            feedforward=config.feedforward,
+            dropout=0.0,
+        )
         settings = Settings(
-            steps=config.steps, batch=config.batch, lr=config.lr, evaluate=config.evaluate, target=config.target,
-            precision=config.precision, graphs=config.graphs, seed=seed,
-        )  # fmt: skip
+            steps=config.steps,
+            batch=config.batch,
+            lr=config.lr,
+            evaluate=config.evaluate,
+            target=config.target,
+            precision=config.precision,
+            graphs=config.graphs,
+            seed=seed,
+        )
         fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)
         figures = judge(task, fitted.model, "test", device=context.device)
         solved = next((each["step"] for each in fitted.history if each["accuracy"] >= SOLVED), None)
         curve = [(each["step"], round(each["accuracy"], 5)) for each in fitted.history]
         every = -(-len(curve) // SHOWN)
-        return [{**figures, "steps": fitted.steps, "solved": solved, "seconds": round(fitted.seconds, 2),
-                 "curve": curve[every - 1 :: every]}]  # fmt: skip
+        return [
+            {
+                **figures,
+                "steps": fitted.steps,
+                "solved": solved,
+                "seconds": round(fitted.seconds, 2),
+                "curve": curve[every - 1 :: every],
+            }
+        ]
 
     def tables(self, rows: Sequence[Row], config: CopyingConfig) -> list[Table]:
         lengths = [f"N = {2 * (letters + 1)}" for letters in config.letters]
@@ -186,9 +201,12 @@ class ClusteredFig5(Experiment):
 
 def _methods(config: CopyingConfig) -> list[tuple[str, int, str]]:
     """Name, clusters or rounds (0: none), and the method in words."""
-    swept = [(name, budget, spec.format(budget)) for kinds, budgets in
-             ((CLUSTERS, config.clusters), (ROUNDS, config.rounds))
-             for name, spec in kinds.items() for budget in budgets]  # fmt: skip
+    swept = [
+        (name, budget, spec.format(budget))
+        for kinds, budgets in ((CLUSTERS, config.clusters), (ROUNDS, config.rounds))
+        for name, spec in kinds.items()
+        for budget in budgets
+    ]
     return [*((name, 0, spec) for name, spec in OTHERS.items()), *swept]
 
 

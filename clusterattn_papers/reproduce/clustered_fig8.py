@@ -193,8 +193,14 @@ def maps(model: Any, reads: Any, pair: Asked, config: MapsConfig) -> list[Row]:
             for ats, sizes in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         rows.append({"method": name, "settings": method, "map": packed(found), "leading": leading})
-    about = {"tokens": tokens, "asking": chosen_layer.asking.nonzero().flatten().tolist(), "answer": pair.answer,
-             "layer": layer, "head": head, "share": float(shares[layer, head])}  # fmt: skip
+    about = {
+        "tokens": tokens,
+        "asking": chosen_layer.asking.nonzero().flatten().tolist(),
+        "answer": pair.answer,
+        "layer": layer,
+        "head": head,
+        "share": float(shares[layer, head]),
+    }
     rows[0] |= about
     return rows
 
@@ -213,10 +219,13 @@ def agreement(model: Any, reads: Any, pairs: Sequence[Asked], config: MapsConfig
                 same = (mine.argmax(-1) == exact.argmax(-1)).double().mean()
                 total += torch.stack([same, five, same.new_tensor(row_l1(mine, exact)), same.new_ones(())]).cpu()
     return [
-        {"method": name, "settings": config.methods[name],
-         **dict(zip(("same_top", "same_five", "l1"), (total[:3] / total[3]).tolist(), strict=True))}
+        {
+            "method": name,
+            "settings": config.methods[name],
+            **dict(zip(("same_top", "same_five", "l1"), (total[:3] / total[3]).tolist(), strict=True)),
+        }
         for name, total in sums.items()
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
@@ -244,9 +253,12 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
         norm = need("matplotlib.colors").LogNorm(vmin=10.0**-LEAST, vmax=1.0, clip=True)
         for axis, name in zip(axes, there, strict=True):
             image = axis.imshow(
-                unpacked(drawn[name]["map"], len(tokens)).numpy(), norm=norm, cmap="magma", aspect="auto",
+                unpacked(drawn[name]["map"], len(tokens)).numpy(),
+                norm=norm,
+                cmap="magma",
+                aspect="auto",
                 interpolation="nearest",
-            )  # fmt: skip
+            )
             axis.set_title(short(drawn[name]["settings"]) if name != FULL else FULL, loc="left")
             axis.set_yticks(range(len(asking)), asking, size=6.5)
             right = axis.secondary_yaxis("right")
@@ -258,9 +270,11 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
         figure.suptitle(
             f"Layer {full['layer'] + 1}, head {full['head'] + 1}: a question token gives {full['share']:.0%} of its "
             f"attention to one paragraph token, on average. Right: keys of weight {ABOVE} or more. The answer is "
-            f"\"{full['answer']}\".",
-            size=9, x=0.01, ha="left",
-        )  # fmt: skip
+            f'"{full["answer"]}".',
+            size=9,
+            x=0.01,
+            ha="left",
+        )
         return as_png(figure)
 
 

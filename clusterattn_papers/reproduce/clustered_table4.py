@@ -37,9 +37,17 @@ class Tuning:
         epoch = len(order(task, "train", self.batch))
         steps = max(self.epochs * epoch, self.least)
         return Settings(
-            steps=steps, batch=self.batch, lr=self.lr, optimizer="adamw", decay="linear", warmup=steps // 10, clip=1.0,
-            precision=self.precision, evaluate=max(epoch, steps // 8), seed=seed,
-        )  # fmt: skip
+            steps=steps,
+            batch=self.batch,
+            lr=self.lr,
+            optimizer="adamw",
+            decay="linear",
+            warmup=steps // 10,
+            clip=1.0,
+            precision=self.precision,
+            evaluate=max(epoch, steps // 8),
+            seed=seed,
+        )
 
     def __str__(self) -> str:
         rate = f"learning rate {self.lr:g}, rising for a tenth of the steps and falling to 0"
@@ -54,9 +62,13 @@ def fine_tuned(task: Glue, method: MethodSpec, tuning: Tuning, seed: int, contex
     """A fresh head on the pretrained weights, trained with the method in place."""
     torch.manual_seed(seed)
     return fit(
-        task, task.model(method, pool=tuning.pool), tuning.settings(task, seed), folder=context.work,
-        device=context.device, tick=context.tick,
-    )  # fmt: skip
+        task,
+        task.model(method, pool=tuning.pool),
+        tuning.settings(task, seed),
+        folder=context.work,
+        device=context.device,
+        tick=context.tick,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,10 +163,13 @@ class ClusteredTable4(Experiment):
         table = Table(title, ["attention", *(f"{PIECES[piece].title} {measure}" for piece, measure in columns)])
         for name in config.methods:
             ours = [chosen(rows, measure + which, piece=piece, method=name) for piece, measure in columns]
-            theirs = [PUBLISHED.get(name, {}).get(piece) if measure == PIECES[piece].measure else None
-                      for piece, measure in columns]  # fmt: skip
-            cells = [spread(each, 3) if which else beside(number, each, 3)
-                     for number, each in zip(theirs, ours, strict=True)]  # fmt: skip
+            theirs = [
+                PUBLISHED.get(name, {}).get(piece) if measure == PIECES[piece].measure else None
+                for piece, measure in columns
+            ]
+            cells = [
+                spread(each, 3) if which else beside(number, each, 3) for number, each in zip(theirs, ours, strict=True)
+            ]
             table.rows.append([name, *cells])
         return table
 
@@ -192,7 +207,9 @@ class ClusteredTable4(Experiment):
         lines = [
             f"Model: {config.model} instead of RoBERTa-base." if "roberta" not in config.model else "",
             "All-MiniLM-L6-v2 has 6 layers of 12 heads × 32 (RoBERTa-base: 12 of 12 × 64) and was trained to embed "
-            "sentences." if "MiniLM" in config.model else "",
+            "sentences."
+            if "MiniLM" in config.model
+            else "",
             f"Tasks: {pieces}. MNLI, QQP and SQuAD can not be had with labels here.",
             *(f"{PIECES[piece].title}: {PIECES[piece].split}." for piece in config.pieces),
             f"Fine-tuning: {config.tuning} (the paper does not say how its models were fine-tuned). Attention dropout "
@@ -200,14 +217,16 @@ class ClusteredTable4(Experiment):
             f"top = {config.tops[-1]} and {config.fewer} clusters are ours: most sentences are so short that 25 "
             "clusters and top = 32 leave little to approximate.",
             "refined is ours, not the paper's.",
-        ]  # fmt: skip
+        ]
         return [each for each in lines if each]
 
     def findings(self, rows: Sequence[Row], config: GlueConfig) -> list[str]:
         small = config.tops[-1]
         refined, clustered = f"refined-{config.clusters}, top {small}", f"clustered-{config.clusters}"
-        gained = {name: {piece: apart(rows, "score", name, EXACT, piece=piece) for piece in config.pieces}
-                  for name in config.methods}  # fmt: skip
+        gained = {
+            name: {piece: apart(rows, "score", name, EXACT, piece=piece) for piece in config.pieces}
+            for name in config.methods
+        }
         there = [piece for piece in config.pieces if gained[refined][piece]]
         if not there:
             return []
@@ -223,8 +242,11 @@ class ClusteredTable4(Experiment):
         for name in (clustered, f"clustered-{config.fewer}"):
             words = ", ".join(_points(piece, gained[name][piece]) for piece in there)
             lines.append(f"{name}, points against full: {words}.")
-        pairs = [piece for piece in there if PIECES[piece].pairs and piece in PUBLISHED[clustered]] \
-            if clustered in PUBLISHED else []  # fmt: skip
+        pairs = (
+            [piece for piece in there if PIECES[piece].pairs and piece in PUBLISHED[clustered]]
+            if clustered in PUBLISHED
+            else []
+        )
         for piece in pairs:
             theirs = 100 * (PUBLISHED[EXACT][piece] - PUBLISHED[clustered][piece])
             ours = 0.0 - statistics.fmean(gained[clustered][piece])
@@ -237,7 +259,7 @@ class ClusteredTable4(Experiment):
 
 
 def _points(piece: str, gained: Sequence[float]) -> str:
-    """"MRPC -0.5 ± 0.1 (behind)"."""
+    """ "MRPC -0.5 ± 0.1 (behind)"."""
     text, verdict = lead(gained)
     return f"{PIECES[piece].title} {text}" + (f" ({verdict})" if verdict else "")
 

@@ -76,8 +76,10 @@ class Table6(Experiment):
     def cells(self, config: MnistConfig) -> list[Cell]:
         return [
             Cell(f"{CELLS[method]}, k={k}, seed {seed}", {"method": method, "k": k, "seed": seed}, 1 + k / 100)
-            for k in config.clusters for method in config.methods for seed in range(config.seeds)
-        ]  # fmt: skip
+            for k in config.clusters
+            for method in config.methods
+            for seed in range(config.seeds)
+        ]
 
     def run(self, cell: Cell, config: MnistConfig, context: Context) -> list[Row]:
         data = invented(config.invented) if config.invented else mnist(context.folder("images"))
@@ -92,8 +94,10 @@ class Table6(Experiment):
         made = []
         for key, title in (("accuracy", "test images"), ("accuracy_train", "training images")):
             theirs = "the paper's | ours" if key == "accuracy" else "ours"
-            table = Table(f"Clustering accuracy on {title}, per cent ({theirs})",
-                          ["Clusters", *(SAYS[method] for method in config.methods)])  # fmt: skip
+            table = Table(
+                f"Clustering accuracy on {title}, per cent ({theirs})",
+                ["Clusters", *(SAYS[method] for method in config.methods)],
+            )
             for k in config.clusters:
                 cells = []
                 for method in config.methods:
@@ -116,8 +120,17 @@ class Table6(Experiment):
                 if ours:
                     heights = [100 * statistics.fmean(each) for each in ours.values()]
                     off = [100 * statistics.stdev(each) if len(each) > 1 else 0 for each in ours.values()]
-                    axis.errorbar(list(ours), heights, off, color=colours[method], marker="o", ms=5, lw=1.5, capsize=2,
-                                  label=SAYS[method])  # fmt: skip
+                    axis.errorbar(
+                        list(ours),
+                        heights,
+                        off,
+                        color=colours[method],
+                        marker="o",
+                        ms=5,
+                        lw=1.5,
+                        capsize=2,
+                        label=SAYS[method],
+                    )
                 theirs = {k: each for k, each in PUBLISHED.get(method, {}).items() if k in ours}
                 axis.plot(list(theirs), list(theirs.values()), "s", mfc="none", mec=colours[method], ms=8)
             axis.plot([], [], "s", mfc="none", mec="#555555", ms=8, label="the paper's")
@@ -147,8 +160,11 @@ class Table6(Experiment):
         lines = []
         for other in ("kmeans", "som", "spherical"):
             found = {k: each for k in config.clusters if (each := leads(k, "neural", other))}
-            texts = [f"{text} at k = {k}" + (f" ({verdict})" if verdict else "")
-                    for k, each in found.items() for text, verdict in [lead(each)]]  # fmt: skip
+            texts = [
+                f"{text} at k = {k}" + (f" ({verdict})" if verdict else "")
+                for k, each in found.items()
+                for text, verdict in [lead(each)]
+            ]
             if texts:
                 lines.append(f"Neural clustering against {SAYS[other]}, points of test accuracy: {', '.join(texts)}.")
             theirs = {k: PUBLISHED["neural"][k] - paper for k, paper in PUBLISHED.get(other, {}).items()}

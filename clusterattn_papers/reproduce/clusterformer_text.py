@@ -22,7 +22,7 @@ from ._texts import (
     compared,
     sizes_note,
     trained,
-)  # fmt: skip
+)
 
 TABLE2 = {
     "transformer": {"CR": 86.2, "MR": 81.8, "SUBJ": 95.4, "MPQA": 89.9, "20NEWS": 83.6},
@@ -96,16 +96,20 @@ class ClusterFormerTable2(TextExperiment):
             sizes_note(config, "2 layers of width 300, 4 heads, GloVe of 300d, the rest not told"),
             "k is the root of the mean length, not of the longest: our blocks share out a text's own words, not its "
             "padding.",
-            BUDGET, LOSSES,
-        ]  # fmt: skip
+            BUDGET,
+            LOSSES,
+        ]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         columns = [(name, name, "accuracy") for name, _ in config.sets]
         lines = [compared(rows, columns, TABLE2, other) for other in ("transformer", "reformer", "routing")]
         lines += [compared(rows, columns, TABLE2, "transformer", one) for one in config.for_long]
-        worse = [name for name, _ in config.sets
-                 if (found := apart(rows, "accuracy", "clusterformer", "transformer", set=name))
-                 and statistics.fmean(found) < -1]  # fmt: skip
+        worse = [
+            name
+            for name, _ in config.sets
+            if (found := apart(rows, "accuracy", "clusterformer", "transformer", set=name))
+            and statistics.fmean(found) < -1
+        ]
         if any(lines):
             where = ", ".join(worse) or "none of them"
             lines.append(f"In the mean ClusterFormer is more than one point worse than the Transformer on {where}.")
@@ -144,8 +148,9 @@ class ClusterFormerTable3(TextExperiment):
         table = Table("Test accuracy, MAP and MRR, per cent (the paper's | ours)", ["Model", *titles])
         for method in config.methods:
             ours = [chosen(rows, key, set=which, method=method) for _, which, key in columns]
-            cells = [beside(TABLE3[method][name], each, times=100)
-                     for (name, _, _), each in zip(columns, ours, strict=True)]  # fmt: skip
+            cells = [
+                beside(TABLE3[method][name], each, times=100) for (name, _, _), each in zip(columns, ours, strict=True)
+            ]
             table.rows.append([SAYS[method], *cells])
         table.notes = ["± is the standard deviation over seeds. WikiQA: questions that have right and wrong answers."]
         return [table]
@@ -157,8 +162,9 @@ class ClusterFormerTable3(TextExperiment):
             "SciTail and WikiQA start from GloVe too; in the paper from random vectors.",
             "How the two texts are compared is not told in the paper. Here both go through one encoder; a small "
             "network judges [a, b, |a − b|, a · b] of their means.",
-            BUDGET, LOSSES,
-        ]  # fmt: skip
+            BUDGET,
+            LOSSES,
+        ]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         lines = [compared(rows, PAIR_COLUMNS, TABLE3, other) for other in ("transformer", "reformer", "routing")]
@@ -175,10 +181,13 @@ class ClusterFormerFig5(ClusterFormerTable3):
         table = Table("SNLI: epochs to convergence (the paper's | ours)", ["Model", "epochs", "training loss then"])
         for method in config.methods:
             best = [max(row["history"], key=lambda each: each["accuracy"]) for row in self._curves(rows, method)]
-            table.rows.append([
-                SAYS[method], beside(str(FIGURE5[method]), [each["epoch"] for each in best]),
-                spread([each["loss"] for each in best], 3),
-            ])  # fmt: skip
+            table.rows.append(
+                [
+                    SAYS[method],
+                    beside(str(FIGURE5[method]), [each["epoch"] for each in best]),
+                    spread([each["loss"] for each in best], 3),
+                ]
+            )
         table.notes = ["Ours: the epoch of the best dev accuracy. The paper does not say how it tells convergence."]
         return [table]
 
@@ -189,9 +198,16 @@ class ClusterFormerFig5(ClusterFormerTable3):
             for method in config.methods:
                 for at, row in enumerate(self._curves(rows, method)):
                     colour, marker = plots.style_of("exact" if method == "transformer" else method)
-                    axes.plot([each["epoch"] for each in row["history"]], [each["loss"] for each in row["history"]],
-                              color=colour, marker=marker, ms=4, lw=1.2, alpha=0.8,
-                              label=SAYS[method] if at == 0 else None)  # fmt: skip
+                    axes.plot(
+                        [each["epoch"] for each in row["history"]],
+                        [each["loss"] for each in row["history"]],
+                        color=colour,
+                        marker=marker,
+                        ms=4,
+                        lw=1.2,
+                        alpha=0.8,
+                        label=SAYS[method] if at == 0 else None,
+                    )
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)
             axes.legend()
@@ -199,21 +215,31 @@ class ClusterFormerFig5(ClusterFormerTable3):
 
     def _curves(self, rows: Sequence[Row], method: str) -> list[Row]:
         """The rows, without the epochs whose loss was lost in a restart."""
-        return [{**row, "history": [each for each in row["history"] if each["loss"] is not None]}
-                for row in rows if row["set"] == "SNLI" and row["method"] == method]  # fmt: skip
+        return [
+            {**row, "history": [each for each in row["history"] if each["loss"] is not None]}
+            for row in rows
+            if row["set"] == "SNLI" and row["method"] == method
+        ]
 
     def differences(self, config: TextConfig) -> list[str]:
         shown = "Drawn from the rows of Table 3. The loss is the cross-entropy alone, without L1, L2 and commitment."
         return [shown, *super().differences(config)]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
-        epochs = {method: [max(row["history"], key=lambda each: each["accuracy"])["epoch"]
-                           for row in self._curves(rows, method)] for method in config.methods}  # fmt: skip
+        epochs = {
+            method: [
+                max(row["history"], key=lambda each: each["accuracy"])["epoch"] for row in self._curves(rows, method)
+            ]
+            for method in config.methods
+        }
         if not all(epochs.values()):
             return []
         order = sorted(epochs, key=lambda method: statistics.fmean(epochs[method]))
-        return ["From the fastest to the slowest: " + ", ".join(SAYS[method] for method in order)
-                + " (paper: ClusterFormer, Transformer, Reformer, Routing Transformer)."]  # fmt: skip
+        return [
+            "From the fastest to the slowest: "
+            + ", ".join(SAYS[method] for method in order)
+            + " (paper: ClusterFormer, Transformer, Reformer, Routing Transformer)."
+        ]
 
 
 class ClusterFormerTable4(TextExperiment):
@@ -231,10 +257,16 @@ class ClusterFormerTable4(TextExperiment):
 
     def cells(self, config: TextConfig) -> list[Cell]:
         return [
-            Cell(f"{f'{k} clusters' if k else 'exact'}, seed {seed}", {"set": name, "clusters": k, "seed": seed},
-                 config.seconds, alone=True)
-            for name, repeats in config.sets for k in config.many_clusters for seed in range(repeats)
-        ]  # fmt: skip
+            Cell(
+                f"{f'{k} clusters' if k else 'exact'}, seed {seed}",
+                {"set": name, "clusters": k, "seed": seed},
+                config.seconds,
+                alone=True,
+            )
+            for name, repeats in config.sets
+            for k in config.many_clusters
+            for seed in range(repeats)
+        ]
 
     def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
         task, k = self.task(cell, config, context), cell.settings["clusters"]
@@ -244,15 +276,19 @@ class ClusterFormerTable4(TextExperiment):
         table = Table("20NEWS (the paper's | ours)", ["Model", "accuracy, %", "memory, MiB", "seconds per epoch"])
         for k in config.many_clusters:
             accuracy, memory, seconds = TABLE4[k]
-            table.rows.append([
-                f"k = {k}" if k else "Transformer",
-                beside(accuracy, chosen(rows, "accuracy", clusters=k), times=100),
-                beside(float(memory), chosen(rows, "memory_mib", clusters=k), 0),
-                beside(seconds, chosen(rows, "seconds_per_epoch", clusters=k)),
-            ])  # fmt: skip
-        table.notes = ["Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
-                       "Seconds: the median over the epochs after the first, without judgements; the paper does not "
-                       "say what its seconds are of."]  # fmt: skip
+            table.rows.append(
+                [
+                    f"k = {k}" if k else "Transformer",
+                    beside(accuracy, chosen(rows, "accuracy", clusters=k), times=100),
+                    beside(float(memory), chosen(rows, "memory_mib", clusters=k), 0),
+                    beside(seconds, chosen(rows, "seconds_per_epoch", clusters=k)),
+                ]
+            )
+        table.notes = [
+            "Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
+            "Seconds: the median over the epochs after the first, without judgements; the paper does not "
+            "say what its seconds are of."
+        ]
         if all(repeats == 1 for _, repeats in config.sets):
             table.notes.append("One run each: accuracies as close as these are not told apart.")
         return [table]
@@ -315,11 +351,11 @@ class ClusterFormerTable5(TextExperiment):
         return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context, **weights)]
 
     def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
-        table = Table("L1 / L2 with weight (Y) or without (N), per cent (the paper's | ours)",
-                      ["", *config.methods])  # fmt: skip
+        table = Table("L1 / L2 with weight (Y) or without (N), per cent (the paper's | ours)", ["", *config.methods])
         for name, which, key in self.columns:
-            cells = [beside(TABLE5[each][name], chosen(rows, key, set=which, method=each), 2, 100)
-                     for each in config.methods]  # fmt: skip
+            cells = [
+                beside(TABLE5[each][name], chosen(rows, key, set=which, method=each), 2, 100) for each in config.methods
+            ]
             table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
         table.notes = ["± is the standard deviation over seeds."]
         return [table]
@@ -331,7 +367,7 @@ class ClusterFormerTable5(TextExperiment):
             LOSSES,
             "Only L1 and L2 train centroids and their projection (attention knows them through an argmax): with N/N "
             "both stay as they were drawn.",
-        ]  # fmt: skip
+        ]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         lines = []

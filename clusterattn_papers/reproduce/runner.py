@@ -147,8 +147,13 @@ def fingerprint(experiment: Experiment, scale: str) -> str:
 
 
 def _whole_row(work: Work, row: Row, around: Row) -> Row:
-    head = {"theme": THEME, "experiment": work.experiment, "scale": work.scale,
-            "config": fingerprint(named(work.experiment), work.scale), "cell": work.cell.name}  # fmt: skip
+    head = {
+        "theme": THEME,
+        "experiment": work.experiment,
+        "scale": work.scale,
+        "config": fingerprint(named(work.experiment), work.scale),
+        "cell": work.cell.name,
+    }
     return {**head, **work.cell.settings, **row, "environment": around}
 
 

@@ -60,30 +60,42 @@ class FineTuned(Experiment):
     def run(self, cell: Cell, config: RebuttalConfig, context: Context) -> list[Row]:
         name, seed = cell.settings["trained"], cell.settings["seed"]
         task = opened(
-            self.piece, context.data, config.model, context.work, length=config.length,
-            seed=seed if self.split_by_seed else 0, limits=config.limits,
-        )  # fmt: skip
+            self.piece,
+            context.data,
+            config.model,
+            context.work,
+            length=config.length,
+            seed=seed if self.split_by_seed else 0,
+            limits=config.limits,
+        )
         fitted = fine_tuned(task, config.methods[name], config.tuning, seed, context)
         others = {**config.methods, **config.swapped} if name == FULL else {name: config.methods[name]}
         rows = approximated(task, fitted, others, context)
         lengths = [task.length(each) for each in task.splits["test"]]
-        rows[0] |= {"sequences": len(lengths), "mean_tokens": statistics.fmean(lengths),
-                    "longer_than_32": sum(each > 32 for each in lengths),
-                    "train": len(task.splits["train"])}  # fmt: skip
+        rows[0] |= {
+            "sequences": len(lengths),
+            "mean_tokens": statistics.fmean(lengths),
+            "longer_than_32": sum(each > 32 for each in lengths),
+            "train": len(task.splits["train"]),
+        }
         return rows
 
     def tables(self, rows: Sequence[Row], config: RebuttalConfig) -> list[Table]:
         table = Table(
             f"{self.place}: {PIECES[self.piece].title}, %",
-            ["attention", *(f"trained with it: {measure}" for measure in self.measures),
-             f"only swapped into the model trained with full: {self.measures[0]}"],
-        )  # fmt: skip
+            [
+                "attention",
+                *(f"trained with it: {measure}" for measure in self.measures),
+                f"only swapped into the model trained with full: {self.measures[0]}",
+            ],
+        )
         for name in {**config.methods, **config.swapped}:
             alone = [
-                beside(self.published.get(name), self._trained(rows, name, measure), 1, 100) if not at
+                beside(self.published.get(name), self._trained(rows, name, measure), 1, 100)
+                if not at
                 else spread(self._trained(rows, name, measure), 1, 100)
                 for at, measure in enumerate(self.measures)
-            ]  # fmt: skip
+            ]
             if name not in config.methods:
                 alone = ["–"] * len(self.measures)
             swapped = spread(chosen(rows, self.measures[0], trained=FULL, method=name), 1, 100) if name != FULL else "–"
@@ -182,10 +194,10 @@ class Imdb(FineTuned):
     def differences(self, config: RebuttalConfig) -> list[str]:
         return [
             *super().differences(config),
-            "\"Reformer (Cross-Polytope LSH)\" is taken as that hash in the same code, as the rebuttal's text says; "
+            '"Reformer (Cross-Polytope LSH)" is taken as that hash in the same code, as the rebuttal\'s text says; '
             "Reformer itself needs shared queries and keys, which a pretrained model does not have.",
             "What is swapped in without training, and refined, improved and clustered, are ours.",
-        ]  # fmt: skip
+        ]
 
     def findings(self, rows: Sequence[Row], config: RebuttalConfig) -> list[str]:
         lines = super().findings(rows, config)
@@ -279,14 +291,16 @@ class Block:
             seats = f"q_seats={n // count},k_seats={n // 4 // count}"
             return f"smyrf {rounds} × {n // count}", f"smyrf:rounds={rounds},{seats}"
 
-        return dict([
-            buckets(4, 8),
-            buckets(4, 32),
-            buckets(8, 64),
-            (f"clustered-{self.clusters}", f"clustered:{few}"),
-            (f"improved-{self.clusters}, top {self.top}", f"improved:{few},top={self.top}"),
-            (f"refined-{self.clusters}, top {self.top}", f"refined:{few},top={self.top}"),
-        ])  # fmt: skip
+        return dict(
+            [
+                buckets(4, 8),
+                buckets(4, 32),
+                buckets(8, 64),
+                (f"clustered-{self.clusters}", f"clustered:{few}"),
+                (f"improved-{self.clusters}, top {self.top}", f"improved:{few},top={self.top}"),
+                (f"refined-{self.clusters}, top {self.top}", f"refined:{few},top={self.top}"),
+            ]
+        )
 
 
 PLAIN, SDPA = "plain (as BigGAN's code)", "sdpa"
@@ -341,9 +355,13 @@ class BigGan(Experiment):
         table = Table(
             f"{config.batch} images, {n} queries × {n // 4} keys, one head, q and k × {config.channels // 8}, v × "
             f"{config.channels // 2}, {config.dtype}",
-            ["attention", *(f"{which}, ms" for which in PASSES), *(f"{which}, MiB" for which in PASSES),
-             *(f"error, logits of spread {sharp:g}" for sharp in config.sharpness)],
-        )  # fmt: skip
+            [
+                "attention",
+                *(f"{which}, ms" for which in PASSES),
+                *(f"{which}, MiB" for which in PASSES),
+                *(f"error, logits of spread {sharp:g}" for sharp in config.sharpness),
+            ],
+        )
         for name in (PLAIN, SDPA, *config.methods):
             first = [row for row in rows if row["method"] == name and row["sharpness"] == config.sharpness[0]]
             times = [spread(chosen(first, "seconds", **{"pass": which}), 2, 1e3) for which in PASSES]

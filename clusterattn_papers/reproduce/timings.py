@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clusterattn._rows import Row
-from clusterattn.measure import plots
 from clusterattn.nn import EncoderLayer
 
 from ..models import Positions, Stack
+from ._curves import Curves, drawn_lines, spaced
 from ._experiment import Cell, Context, Experiment, Table
 from ._pace import Step, casting, forward_backward, measured
 
@@ -89,8 +89,11 @@ class Timing(Experiment):
     """Cells that measure time: one after the other, nothing beside them."""
 
     def cells(self, config: TimingsConfig) -> list[Cell]:
-        return [Cell(f"{method}, {n} tokens", {"method": method, "n": n}, alone=True) for n in config.lengths
-                for method in config.methods]  # fmt: skip
+        return [
+            Cell(f"{method}, {n} tokens", {"method": method, "n": n}, alone=True)
+            for n in config.lengths
+            for method in config.methods
+        ]
 
     def run(self, cell: Cell, config: TimingsConfig, context: Context) -> list[Row]:
         label, n = cell.settings["method"], cell.settings["n"]
@@ -115,9 +118,15 @@ class Timing(Experiment):
     def _units(self, row: Row | None, key: str, unit: float) -> float | None:
         return None if row is None or row.get("failed") or not row.get(key) else float(row[key]) * unit
 
-    def _table(self, title: str, rows: Sequence[Row], config: TimingsConfig, which: str,
-               cell: Callable[[str, int, Row | None], str]) -> Table:  # fmt: skip
-        table = Table(title, ["Attention", *(_spaced(n) for n in config.lengths)])
+    def _table(
+        self,
+        title: str,
+        rows: Sequence[Row],
+        config: TimingsConfig,
+        which: str,
+        cell: Callable[[str, int, Row | None], str],
+    ) -> Table:
+        table = Table(title, ["Attention", *(spaced(n) for n in config.lengths)])
         for label in config.methods:
             table.rows.append([label, *(cell(label, n, _one(rows, label, n, which)) for n in config.lengths)])
         return table
@@ -127,12 +136,17 @@ def _one(rows: Sequence[Row], label: str, n: int, which: str) -> Row | None:
     return next((row for row in rows if (row["method"], row["n"], row["pass"]) == (label, n, which)), None)
 
 
+def _curves(rows: Sequence[Row], config: TimingsConfig, which: str, height: Callable[[Row], float], key: str) -> Curves:
+    found = {}
+    for label in config.methods:
+        mine = [row for n in config.lengths if (row := _one(rows, label, n, which)) and row.get(key)]
+        if mine:
+            found[label] = [row["n"] for row in mine], [height(row) for row in mine]
+    return found
+
+
 def _batch(config: TimingsConfig, n: int) -> int:
     return config.batch or max(config.tokens // n, 1)
-
-
-def _spaced(n: int) -> str:
-    return f"{n:,}".replace(",", " ")
 
 
 def _number(value: float) -> str:
@@ -182,17 +196,22 @@ class ClusteredFigure4(Timing):
         def drawn(key: str, unit: float) -> Curves:
             return _curves(rows, config, "training", lambda row: row[key] * unit / (row["batch"] * row["n"]), key)
 
-        return _lines([("time per element (µs)", drawn("seconds", 1e6)),
-                       ("memory per element (KiB)", drawn("memory_bytes", 1 / 1024))], log=True)  # fmt: skip
+        return drawn_lines(
+            [
+                ("time per element (µs)", drawn("seconds", 1e6)),
+                ("memory per element (KiB)", drawn("memory_bytes", 1 / 1024)),
+            ],
+            log=True,
+        )
 
     def differences(self, config: TimingsConfig) -> list[str]:
         return [
-            f"Batches of {_spaced(config.tokens)} tokens where the paper takes the largest that fits; "
+            f"Batches of {spaced(config.tokens)} tokens where the paper takes the largest that fits; "
             f"{config.precision.replace('no', 'fp32')}; {REPLAYED}.",
             "The paper's full attention writes its matrix out; torch's SDPA, which does not, stands beside it.",
             f"Each call is repeated for {config.seconds} s or once. Refined and smyrf are added.",
             *_sizes_note(config, (1, 384, 6)),
-        ]  # fmt: skip
+        ]
 
     def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
         lines = []
@@ -201,7 +220,7 @@ class ClusteredFigure4(Timing):
                 at = _ahead_from(rows, config, label, full)
                 if at is not None:
                     theirs = f" (the paper: about {paper[label]})" if label in paper else ""
-                    where = f"from {_spaced(at)} tokens on" if at else "at no length measured"
+                    where = f"from {spaced(at)} tokens on" if at else "at no length measured"
                     lines.append(f"{label} is faster than {full} {where}{theirs}.")
         return lines
 
@@ -211,8 +230,11 @@ def _ahead_from(
 ) -> int | None:
     """The least length from which on a method is faster wherever both ran; 0: never; None: nothing to compare."""
     pairs = [(n, _one(rows, label, n, which), _one(rows, other, n, which)) for n in config.lengths]
-    faster = {n: "failed" in theirs or ours["seconds"] < theirs["seconds"] for n, ours, theirs in pairs
-              if ours and theirs and "failed" not in ours}  # fmt: skip
+    faster = {
+        n: "failed" in theirs or ours["seconds"] < theirs["seconds"]
+        for n, ours, theirs in pairs
+        if ours and theirs and "failed" not in ours
+    }
     if not faster:
         return None
     slow = [n for n, yes in faster.items() if not yes]
@@ -309,8 +331,10 @@ class Figure3(ModelTiming):
             return "…" if row is None else "–" if value is None else _number(value)
 
         made = [self._table(f"{which.capitalize()}, {self.words}", rows, config, which, cell) for which in self.passes]
-        saved = Table(f"Saved against the transformer at {config.lengths[-1]} words, per cent (the paper's | ours)",
-                      ["Attention", *self.passes])  # fmt: skip
+        saved = Table(
+            f"Saved against the transformer at {config.lengths[-1]} words, per cent (the paper's | ours)",
+            ["Attention", *self.passes],
+        )
         for label in config.methods[1:]:
             saved.rows.append([label, *(self._saved(rows, config, label, which) for which in self.passes)])
         saved.notes = ["Against the transformer whose attention matrix is written out; – means not told."]
@@ -318,16 +342,19 @@ class Figure3(ModelTiming):
 
     def _saved(self, rows: Sequence[Row], config: TimingsConfig, label: str, which: str) -> str:
         theirs = SAVED.get(label, (None, None))[self.key == "seconds"] if which == "training" else None
-        values = [self._units(_one(rows, each, config.lengths[-1], which), self.key, 1.0)
-                  for each in (config.methods[0], label)]  # fmt: skip
+        values = [
+            self._units(_one(rows, each, config.lengths[-1], which), self.key, 1.0)
+            for each in (config.methods[0], label)
+        ]
         ours = "…" if values[0] is None or values[1] is None else f"{100 * (1 - values[1] / values[0]):.1f}"
         return f"{'–' if theirs is None else theirs} | {ours}"
 
     def picture(self, rows: Sequence[Row], config: TimingsConfig) -> bytes | None:
-        panels = [(f"{which}: {self.words}",
-                   _curves(rows, config, which, lambda row: row[self.key] * self.unit, self.key))
-                  for which in self.passes]  # fmt: skip
-        return _lines(panels, log=False)
+        panels = [
+            (f"{which}: {self.words}", _curves(rows, config, which, lambda row: row[self.key] * self.unit, self.key))
+            for which in self.passes
+        ]
+        return drawn_lines(panels, log=False)
 
     def differences(self, config: TimingsConfig) -> list[str]:
         return self._shared_differences(config)
@@ -337,7 +364,7 @@ class Figure3(ModelTiming):
         for which in self.passes:
             for other in config.methods[:2]:
                 places = {label: _ahead_from(rows, config, label, other, which) for label in config.methods[2:]}
-                faster = [f"{label} from {_spaced(n)} words" for label, n in places.items() if n]
+                faster = [f"{label} from {spaced(n)} words" for label, n in places.items() if n]
                 if any(n is not None for n in places.values()):
                     lines.append(f"{which}, faster than {other}: {', '.join(faster) or 'none, up to this length'}.")
         return lines
@@ -359,7 +386,7 @@ class Figure4(Figure3):
             times = _against(rows, longest, config.methods[2:], peer, self.key, which)
             if times:
                 words = ", ".join(f"{label} {each:.2f}" for label, each in times.items())
-                lines.append(f"{which.capitalize()} at {_spaced(longest)} words, times the memory of {peer}: {words}.")
+                lines.append(f"{which.capitalize()} at {spaced(longest)} words, times the memory of {peer}: {words}.")
         return lines
 
 
@@ -398,12 +425,17 @@ class Table7(ModelTiming):
         def drawn(key: str, unit: float) -> Curves:
             return _curves(rows, config, "training", lambda row: row[key] * unit, key)
 
-        return _lines([("memory (MiB)", drawn("memory_bytes", 2**-20)),
-                       (f"training, s for {STEPS} steps", drawn("seconds", STEPS))], log=True)  # fmt: skip
+        return drawn_lines(
+            [
+                ("memory (MiB)", drawn("memory_bytes", 2**-20)),
+                (f"training, s for {STEPS} steps", drawn("seconds", STEPS)),
+            ],
+            log=True,
+        )
 
     def differences(self, config: TimingsConfig) -> list[str]:
         beyond = [n for n in config.lengths if n not in PUBLISHED_LENGTHS]
-        more = f"{' and '.join(map(_spaced, beyond))} tokens are added." if beyond else ""
+        more = f"{' and '.join(map(spaced, beyond))} tokens are added." if beyond else ""
         return [*self._shared_differences(config), *filter(None, [more])]
 
     def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
@@ -411,18 +443,21 @@ class Table7(ModelTiming):
         peer = config.methods[1]
         both = [n for n in config.lengths if _against(rows, n, config.methods[2:], peer)]
         if both:
-            times = ", ".join(f"{label} {1 / each:.1f}" for label, each in
-                              _against(rows, both[-1], config.methods[2:], peer).items())  # fmt: skip
-            lines.append(f"At {_spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
-        failed = {label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
-                  for label in config.methods}  # fmt: skip
+            times = ", ".join(
+                f"{label} {1 / each:.1f}" for label, each in _against(rows, both[-1], config.methods[2:], peer).items()
+            )
+            lines.append(f"At {spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
+        failed = {
+            label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
+            for label in config.methods
+        }
         for label, lengths in failed.items():
             if lengths:
-                lines.append(f"{label} runs out of memory at {', '.join(map(_spaced, lengths))} tokens.")
+                lines.append(f"{label} runs out of memory at {', '.join(map(spaced, lengths))} tokens.")
         for label in config.methods[2:]:
             at = _ahead_from(rows, config, label, config.methods[1])
             if at is not None:
-                where = f"from {_spaced(at)} tokens on" if at else "at no length measured"
+                where = f"from {spaced(at)} tokens on" if at else "at no length measured"
                 lines.append(f"{label} trains faster than {config.methods[1]} {where}.")
         return lines
 
@@ -431,59 +466,11 @@ def _against(
     rows: Sequence[Row], n: int, labels: Sequence[str], peer: str, key: str = "seconds", which: str = "training"
 ) -> dict[str, float]:
     """How many times the peer's seconds or bytes each takes, where both were measured; the least first."""
-    taken = {label: float(row[key]) for label in (*labels, peer)
-             if (row := _one(rows, label, n, which)) and row.get(key)}  # fmt: skip
+    taken = {
+        label: float(row[key]) for label in (*labels, peer) if (row := _one(rows, label, n, which)) and row.get(key)
+    }
     mine = sorted((label for label in labels if label in taken), key=taken.__getitem__)
     return {label: taken[label] / taken[peer] for label in mine} if peer in taken else {}
-
-
-# ---------------------------------------------------------------------------------------------------- pictures
-
-LEGIBLE = 1.3  # between two names on a logarithmic axis
-Curves = dict[str, tuple[list[int], list[float]]]
-
-
-def _curves(rows: Sequence[Row], config: TimingsConfig, which: str, height: Callable[[Row], float], key: str) -> Curves:
-    found = {}
-    for label in config.methods:
-        mine = [row for n in config.lengths if (row := _one(rows, label, n, which)) and row.get(key)]
-        if mine:
-            found[label] = [row["n"] for row in mine], [height(row) for row in mine]
-    return found
-
-
-def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
-    if not any(drawn for _, drawn in panels):
-        return None
-    styles = {"lsh-1": "reformer", "lsh-4": "reformer", "full (SDPA)": "exact", "transformer (SDPA)": "exact"}
-    with plots.rules():
-        figure = plots.canvas(5.0 * len(panels) + 2.0, 4.4)
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        lines = {}
-        for axis, (title, drawn) in zip(axes, panels, strict=True):
-            for label, (lengths, heights) in drawn.items():
-                colour, marker = plots.style_of(styles.get(label, label))
-                dotted = ":" if label == "lsh-1" else "--" if "written out" in label else "-"
-                lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
-            axis.set(title=title, xlabel="length N (tokens)")
-            if log:
-                axis.set(xscale="log", yscale="log")
-                lengths = sorted({n for each, _ in drawn.values() for n in each})
-                axis.set_xticks(lengths, _apart(lengths), rotation=45 if len(lengths) > 7 else 0)
-                axis.minorticks_off()
-                plots.plain_log_ticks(axis.yaxis)
-            axis.grid(True)
-        figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")
-        return plots.as_png(figure)
-
-
-def _apart(lengths: Sequence[int]) -> list[str]:
-    """Their names, but for those that would stand on the one before."""
-    names, last = [], 0.0
-    for n in lengths:
-        names.append(_spaced(n) if n >= LEGIBLE * last else "")
-        last = n if names[-1] else last
-    return names
 
 
 EXPERIMENTS = (ClusteredFigure4, Figure3, Figure4, Table7)

@@ -198,8 +198,9 @@ def table(path: Path, first: int, second: int | None, label: int, times: float =
     return found
 
 
-def parted(texts: Sequence[Text], *shares: float, seed: int = 0, by: Callable[[Text], str] | None = None) \
-        -> list[list[Text]]:  # fmt: skip
+def parted(
+    texts: Sequence[Text], *shares: float, seed: int = 0, by: Callable[[Text], str] | None = None
+) -> list[list[Text]]:
     """Random parts of these shares, and the rest as the last one. Texts with the same ``by`` stay together."""
     names = [by(each) if by else str(at) for at, each in enumerate(texts)]
     kinds = list(dict.fromkeys(names))
@@ -257,8 +258,11 @@ def _imdb(folder: Path, seed: int) -> Splits:
     folder = inside(folder, "train/pos").parent.parent
 
     def reviews(part: str) -> list[Text]:
-        files = [(file, label) for label, kind in enumerate(("neg", "pos"))
-                 for file in sorted((folder / part / kind).glob("*.txt"))]  # fmt: skip
+        files = [
+            (file, label)
+            for label, kind in enumerate(("neg", "pos"))
+            for file in sorted((folder / part / kind).glob("*.txt"))
+        ]
         return [Text(file.read_text(encoding="utf-8").replace("<br />", " "), None, label) for file, label in files]
 
     dev, train = parted(reviews("train"), 0.1, seed=seed)
@@ -344,9 +348,15 @@ def weights_of(data: Path | None, name: str) -> str:
 
 
 def opened(
-    name: str, data: Path | None, model: str, work: Path, *, length: int = 128, seed: int = 0,
+    name: str,
+    data: Path | None,
+    model: str,
+    work: Path,
+    *,
+    length: int = 128,
+    seed: int = 0,
     limits: Mapping[str, int] | None = None,
-) -> Glue:  # fmt: skip
+) -> Glue:
     """A piece by name with a model by name. ``limits``: at most so many texts of each split, spread evenly.
 
     model   as ``weights_of`` has it; "tiny" is a random little model, written to ``work``, with invented texts

@@ -66,8 +66,10 @@ def divided(found: Splits, *, seed: int = 0) -> Splits:
         raise bad_value(f"at least {LEAST} examples, to hold some out", len(whole), "more data, or a dev file")
     different = len({record[:-1] for record in whole})
     if different < LEAST:
-        warnings.warn(f"{len(whole)} examples have only {different} different texts: training knows what is held out",
-                      stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"{len(whole)} examples have only {different} different texts: training knows what is held out",
+            stacklevel=2,
+        )
     families = _families(whole)
     order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
     apart: Splits = {split: [] for split in ("dev", "test") if split not in found}
@@ -91,9 +93,11 @@ def labelled_folders(folder: Path, *, keep: Callable[[Path], bool] = lambda path
     """Each sub-folder is a label, each file in it a text."""
     found: list[Record] = [
         (text_of(path), label.name)
-        for label in sorted(folder.iterdir()) if label.is_dir() and not label.name.startswith(".")
-        for path in sorted(label.iterdir()) if path.is_file() and not path.name.startswith(".") and keep(path)
-    ]  # fmt: skip
+        for label in sorted(folder.iterdir())
+        if label.is_dir() and not label.name.startswith(".")
+        for path in sorted(label.iterdir())
+        if path.is_file() and not path.name.startswith(".") and keep(path)
+    ]
     if not found:
         raise bad_value(f"folders of texts, named like their labels, in {folder}", "none", "a CSV file instead")
     return found

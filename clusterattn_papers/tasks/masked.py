@@ -114,8 +114,13 @@ class Masked(Task):
         truth = torch.cat([torch.full((b, 1), CLS), one, edge, two, edge], 1)
         kinds = (torch.arange(truth.shape[1]) > width + 1).long().expand_as(truth)
         asked, tokens = self._hidden(truth, dice)
-        return {"tokens": tokens, "kinds": kinds, "asked": asked, "wanted": truth.gather(1, asked),
-                "follows": follows.long()}  # fmt: skip
+        return {
+            "tokens": tokens,
+            "kinds": kinds,
+            "asked": asked,
+            "wanted": truth.gather(1, asked),
+            "follows": follows.long(),
+        }
 
     def _hidden(self, truth: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
         """Positions to ask for (b p), and the tokens with these hidden."""
@@ -192,10 +197,14 @@ class FineTuning(Glue):
     def __init__(self, piece: GluePiece, texts: Splits, tokenizer: Any, *, length: int = 128) -> None:
         self.piece = piece
         self.tokenizer = need("transformers", "train").PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token=SPECIALS[PAD], unk_token=SPECIALS[UNK], cls_token=SPECIALS[CLS],
-            sep_token=SPECIALS[SEP], mask_token=SPECIALS[MASK],
+            tokenizer_object=tokenizer,
+            pad_token=SPECIALS[PAD],
+            unk_token=SPECIALS[UNK],
+            cls_token=SPECIALS[CLS],
+            sep_token=SPECIALS[SEP],
+            mask_token=SPECIALS[MASK],
             model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        )  # fmt: skip
+        )
         self.splits = {split: tokenised(self.tokenizer, each, length) for split, each in texts.items()}
 
     def model(self, method: MethodSpec, **sizes: Any) -> nn.Module:

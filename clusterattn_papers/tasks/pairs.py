@@ -26,8 +26,9 @@ class Pairs(Labelled):
     network = PairClassifier
 
     @classmethod
-    def public(cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None,
-               seed: int = 0) -> Pairs:  # fmt: skip
+    def public(
+        cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None, seed: int = 0
+    ) -> Pairs:
         """A public set of ``text_sets`` under ``data``; WikiQA is a ``Ranking``."""
         kind = Ranking if name == "WikiQA" else Pairs
         return kind(pair_set(data, name, seed=seed), length=length, vectors=vectors)

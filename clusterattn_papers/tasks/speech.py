@@ -63,9 +63,14 @@ class Speech(Task):
     better = "lower"
 
     def __init__(
-        self, splits: dict[str, Sequence[Recording]], symbols: Sequence[str], features: int, *, rate: int = 0,
+        self,
+        splits: dict[str, Sequence[Recording]],
+        symbols: Sequence[str],
+        features: int,
+        *,
+        rate: int = 0,
         length: int = 800,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """rate: samples per second of the recordings that made the features; 0 where they came as features."""
         self.splits, self.symbols = splits, list(symbols)
         self.features, self.rate, self.longest = features, rate, length
@@ -222,9 +227,14 @@ def ctc(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     count = batch["symbol_mask"].sum().clamp(min=1)
     odds = logits.float().log_softmax(-1).transpose(0, 1)
     total = F.ctc_loss(
-        odds, batch["symbols"], batch["mask"].sum(1), batch["symbol_mask"].sum(1), blank=odds.shape[-1] - 1,
-        reduction="sum", zero_infinity=True,  # where there are more symbols than frames, no path leads to them
-    )  # fmt: skip
+        odds,
+        batch["symbols"],
+        batch["mask"].sum(1),
+        batch["symbol_mask"].sum(1),
+        blank=odds.shape[-1] - 1,
+        reduction="sum",
+        zero_infinity=True,  # where there are more symbols than frames, no path leads to them
+    )
     return total, count
 
 

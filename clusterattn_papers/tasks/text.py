@@ -41,12 +41,19 @@ class Labelled(Task):
     network: ClassVar[type[Classifier] | type[PairClassifier]]
 
     def __init__(
-        self, records: Mapping[str, Sequence[Record]], *, length: int | None = None, vectors: Vectors | None = None,
-        vocabulary: Vocabulary | None = None, labels: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        records: Mapping[str, Sequence[Record]],
+        *,
+        length: int | None = None,
+        vectors: Vectors | None = None,
+        vocabulary: Vocabulary | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
         self.limit = LONGEST if length is None else length
-        cut = {split: [[words_of(text)[: self.limit] for text in record[:-1]] for record in each]
-               for split, each in records.items()}  # fmt: skip
+        cut = {
+            split: [[words_of(text)[: self.limit] for text in record[:-1]] for record in each]
+            for split, each in records.items()
+        }
         if vocabulary is None:
             seen = set[str]().union(*(words for each in cut.values() for texts in each for words in texts))
             also = seen & vectors.words.keys() if vectors is not None else ()
@@ -63,11 +70,12 @@ class Labelled(Task):
             groups: dict[str, int] = {}
             self.splits[split] = [
                 WordExample(
-                    tuple(map(vocabulary.numbers, texts)), number[record[-1]],
+                    tuple(map(vocabulary.numbers, texts)),
+                    number[record[-1]],
                     groups.setdefault(record[0], len(groups)),
                 )
                 for texts, record in zip(cut[split], each, strict=True)
-            ]  # fmt: skip
+            ]
         lengths = sorted(len(text) for example in self.splits.get("train", []) for text in example.texts)
         self.typical = lengths[int(0.9 * len(lengths))] if lengths else self.limit
 
@@ -82,9 +90,12 @@ class Labelled(Task):
     def save(self, folder: Path) -> None:
         self.vocabulary.save(Path(folder) / VOCABULARY)
         about = {
-            "task": self.name, "labels": self.labels, "length": self.limit, "typical": self.typical,
+            "task": self.name,
+            "labels": self.labels,
+            "length": self.limit,
+            "typical": self.typical,
             "width": None if self.start is None else self.start.shape[1],
-        }  # fmt: skip
+        }
         write_whole(Path(folder) / ABOUT, json.dumps(about, ensure_ascii=False, indent=1))
 
     @classmethod
@@ -131,8 +142,9 @@ class Labelled(Task):
 
     def _answers(self, model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, labels and groups of all examples, on the CPU: one wait for the device, not one for each batch."""
-        every = [(model(each["tokens"], each["key_mask"]).logits.float(), each["labels"], each["group"])
-                 for each in batches]  # fmt: skip
+        every = [
+            (model(each["tokens"], each["key_mask"]).logits.float(), each["labels"], each["group"]) for each in batches
+        ]
         logits, right, group = (torch.cat(part).cpu() for part in zip(*every, strict=True))
         return logits, right, group
 
@@ -165,7 +177,8 @@ class Classify(Labelled):
     network = Classifier
 
     @classmethod
-    def public(cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None,
-               seed: int = 0) -> Classify:  # fmt: skip
+    def public(
+        cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None, seed: int = 0
+    ) -> Classify:
         """A public set of ``text_sets`` under ``data``: "CR", "20NEWS", "IMDB", …"""
         return cls(text_set(data, name, seed=seed), length=length, vectors=vectors)

@@ -66,8 +66,9 @@ def fit(
 
 
 @torch.no_grad()
-def judge(task: Task, model: nn.Module, split: str = "test", *, batch: int = 64,
-          device: torch.device | str | None = None) -> Figures:  # fmt: skip
+def judge(
+    task: Task, model: nn.Module, split: str = "test", *, batch: int = 64, device: torch.device | str | None = None
+) -> Figures:
     """The task's figures of a model on a split."""
     where = torch.device(device) if device is not None else next(model.parameters()).device
     model, training = model.to(where), model.training
@@ -86,9 +87,14 @@ class _Training:
     """The state of one training between two updates."""
 
     def __init__(
-        self, task: Task, model: nn.Module, settings: Settings, folder: Path | None,
-        device: torch.device | str | None, tick: Progress | None,
-    ) -> None:  # fmt: skip
+        self,
+        task: Task,
+        model: nn.Module,
+        settings: Settings,
+        folder: Path | None,
+        device: torch.device | str | None,
+        tick: Progress | None,
+    ) -> None:
         if not task.splits["train"]:
             raise bad_value("examples to train on", "none", "another file")
         self.task, self.settings, self.folder, self.tick = task, settings, folder, tick
@@ -241,10 +247,16 @@ class _Training:
             self.kept = {name: each.detach().clone() for name, each in self.plain.state_dict().items()}
         if self.settings.decay == "plateau" and self.since_shrunk >= self.settings.plateau:
             self.shrunk, self.since_shrunk = self.shrunk / 2, 0
-        self.history.append({
-            "step": self.step, "epoch": round(self.step / self.per_epoch, 3), "seconds": round(self.seconds, 3),
-            "loss": loss, "lr": self.shrunk * self.settings.rate(self.step - 1, self.steps), **figures,
-        })  # fmt: skip
+        self.history.append(
+            {
+                "step": self.step,
+                "epoch": round(self.step / self.per_epoch, 3),
+                "seconds": round(self.seconds, 3),
+                "loss": loss,
+                "lr": self.shrunk * self.settings.rate(self.step - 1, self.steps),
+                **figures,
+            }
+        )
 
     def _gain(self, figures: Figures) -> float:
         value = figures[self.task.figure]

@@ -29,9 +29,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @over()
 def test_every_method_compiles_to_one_graph(case: Case) -> None:
-    variant = "-" in case.name and not case.name.endswith(
-        "-block"
-    )  # other settings of the same causal recipe
+    variant = "-" in case.name and not case.name.endswith("-block")  # other settings of the same causal recipe
     for causal in [False] if variant else kinds(case):
         x = padded(draw(case, m=34, dtype=torch.float32), "holes")
 
@@ -143,9 +141,22 @@ class Recorder(TorchDispatchMode):
 
 # Served by kernels alone, and checked beside them: see test_kernels.py and test_kernels_hashing.py.
 KERNELS_ALONE = {
-    "take", "take_backward", "broadcast", "broadcast_backward", "members", "codes", "near_and_far",
-    "near_and_far_backward", "directions", "scores", "polytope", "balanced", "chunked", "unit", "unit_backward",
-}  # fmt: skip
+    "take",
+    "take_backward",
+    "broadcast",
+    "broadcast_backward",
+    "members",
+    "codes",
+    "near_and_far",
+    "near_and_far_backward",
+    "directions",
+    "scores",
+    "polytope",
+    "balanced",
+    "chunked",
+    "unit",
+    "unit_backward",
+}
 
 
 def ops() -> set[str]:
@@ -159,9 +170,7 @@ def recorded() -> list[tuple[Any, tuple[Any, ...]]]:
     with Recorder() as seen:
         for case in laws.CASES:
             for causal in kinds(case):
-                x = padded(
-                    draw(case, b=1, h=2, hk=1, n=17, m=19, d=3, e=2, dtype=torch.float32), "holes"
-                ).leaves()
+                x = padded(draw(case, b=1, h=2, hk=1, n=17, m=19, d=3, e=2, dtype=torch.float32), "holes").leaves()
                 gradients(x.attend(case.method, causal=causal, return_lse=True), x)
         x = draw(laws.CASES[0], b=1, h=2, hk=1, n=17, m=19, d=3, e=2, dtype=torch.float32)
         x.attend(ca.Refined(clusters=4, sample=8), causal=False)  # without a mask

@@ -52,8 +52,13 @@ def test_compare_writes_one_page_that_needs_nothing_else(tiny, tmp_path):
         assert name in shown.stdout
     page = (out / "report.html").read_text()
     assert {each.name for each in out.iterdir()} == {
-        "report.html", "pareto.png", "maps.png", "words.png", "clusters.png", "rows.jsonl",
-    }  # fmt: skip
+        "report.html",
+        "pareto.png",
+        "maps.png",
+        "words.png",
+        "clusters.png",
+        "rows.jsonl",
+    }
     assert page.count("data:image/png;base64,") == 4
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!data:)[a-z/]""", page)
     assert "http" not in page
@@ -76,9 +81,7 @@ def test_json_is_all_there_is_on_stdout(tiny, tmp_path):
         "refined:clusters=5,top=6",
         "smyrf:q_seats=8,k_seats=8",
     ]
-    assert {"error", "row_l1", "seconds", "speedup", "memory_bytes", "memory_share", "cost_share"} <= set(
-        rows[1]
-    )
+    assert {"error", "row_l1", "seconds", "speedup", "memory_bytes", "memory_share", "cost_share"} <= set(rows[1])
     assert rows[1]["environment"]["torch"] == torch.__version__
     assert not (tmp_path / "no").exists()
 
@@ -103,9 +106,7 @@ def test_the_answer_depends_on_the_seed_alone(tiny):
 
 
 def test_causal_leaves_out_who_has_no_causal_form(tiny, tmp_path):
-    shown = run(
-        "compare", "--qkv", tiny, "--causal", "--repetitions", 1, "--no-sweep", "--out", tmp_path / "report"
-    )
+    shown = run("compare", "--qkv", tiny, "--causal", "--repetitions", 1, "--no-sweep", "--out", tmp_path / "report")
     assert shown.exit_code == 0, shown.output
     for name, kind in ca.METHODS.items():
         assert ("not measured: " + name in shown.stdout) == (kind().causality == "no")
@@ -228,8 +229,23 @@ def test_bench_writes_rows_and_a_plot(tmp_path):
 def test_bench_prints_json_and_no_time_for_a_method_that_fails_its_check(tmp_path, monkeypatch):
     from clusterattn.measure import bench
 
-    words = ("bench", "--method", "local", "--lengths", "32", "--heads", 1, "--dim", 8, "--repetitions", 1,
-             "--no-backward", "--no-memory", "--out", tmp_path)  # fmt: skip
+    words = (
+        "bench",
+        "--method",
+        "local",
+        "--lengths",
+        "32",
+        "--heads",
+        1,
+        "--dim",
+        8,
+        "--repetitions",
+        1,
+        "--no-backward",
+        "--no-memory",
+        "--out",
+        tmp_path,
+    )
     rows = json.loads(run(*words, "--json").stdout)
     assert [row["method"] for row in rows] == ["sdpa", "local"]
     assert rows[1]["memory_bytes"] is None
@@ -253,8 +269,10 @@ def test_env_says_which_backend_would_run():
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "matplotlib", "safetensors"])
 def test_without_the_extra_it_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['clusterattn', 'compare']\n" \
-           "from clusterattn.cli import main; main()"  # fmt: skip
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['clusterattn', 'compare']\n"
+        "from clusterattn.cli import main; main()"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert shown.returncode == 2
     assert 'pip install "clusterattn[cli]"' in shown.stderr

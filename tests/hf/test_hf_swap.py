@@ -157,9 +157,7 @@ def test_heads_can_have_methods_of_their_own(name: str, heads: str) -> None:
     model, (batch, kept) = tiny.make(name), tiny.inputs(name, "left")
     layer = next(iter(ca.hf.layers(model)))
     report = ca.hf.swap(model, ca.Plan({layer: tuple(methods[each] for each in heads)}))
-    assert report.rows[0].method == ", ".join(
-        f"{methods[each]} ×{heads.count(each)}" for each in dict.fromkeys(heads)
-    )
+    assert report.rows[0].method == ", ".join(f"{methods[each]} ×{heads.count(each)}" for each in dict.fromkeys(heads))
     calls: list[ca.hf.LayerCall] = []
     with ca.hf.observe(model, lambda at, call: calls.append(call) if at == layer else None):
         answers(model, batch, kept)

@@ -28,13 +28,30 @@ def a_row(method: str, n: int, which: str, seconds: float, **more: Any) -> Row:
     """What a GPU would have said."""
     b = max(32768 // n, 1)
     row = {
-        "theme": "gpu-bars", "method": method, "b": b, "h": 6, "n": n, "d": 64, "dtype": "bfloat16", "device": "cuda",
-        "causal": False, "pass": which, "seconds": seconds, "seconds_per_token": seconds / (b * n),
-        "eager_seconds": seconds + 5e-5, "timed_as": "cuda graph", "why_eager": None, "peer": "sdpa cudnn",
-        "floor_seconds": 24e-6 * b * n / 32768, "floor_ratio": seconds / 24e-6 * 32768 / (b * n), "error": 0.0123,
-        "memory_bytes": 1, "memory_of_size": 1.25, "data": "a mixture",
+        "theme": "gpu-bars",
+        "method": method,
+        "b": b,
+        "h": 6,
+        "n": n,
+        "d": 64,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "causal": False,
+        "pass": which,
+        "seconds": seconds,
+        "seconds_per_token": seconds / (b * n),
+        "eager_seconds": seconds + 5e-5,
+        "timed_as": "cuda graph",
+        "why_eager": None,
+        "peer": "sdpa cudnn",
+        "floor_seconds": 24e-6 * b * n / 32768,
+        "floor_ratio": seconds / 24e-6 * 32768 / (b * n),
+        "error": 0.0123,
+        "memory_bytes": 1,
+        "memory_of_size": 1.25,
+        "data": "a mixture",
         "environment": {"hardware": "a GPU", "threads": 8, "torch": "2.11", "commit": "abc", "date": "2026-01-01"},
-    }  # fmt: skip
+    }
     return {**row, **more}
 
 

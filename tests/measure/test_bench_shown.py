@@ -125,8 +125,10 @@ def test_bars_are_judged(gpu: ModuleType) -> None:
     row = gpu.judged(forward, entry, (0.5, 0.6))
     assert row["met"] is True
     assert [(bar["what"], bar["met"]) for bar in row["bars"]] == [
-        ("speed", True), ("floor", True), ("sample error", True),
-    ]  # fmt: skip
+        ("speed", True),
+        ("floor", True),
+        ("sample error", True),
+    ]
     slow = gpu.judged({**forward, "speedup": 19.9, "floor_ratio": 5.1, "pass": PASSES[0]}, entry, (0.7, 0.6))
     assert slow["met"] is False
     assert not any(bar["met"] for bar in slow["bars"])

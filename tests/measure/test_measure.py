@@ -40,9 +40,7 @@ pytest.importorskip("safetensors")
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_yardstick_is_exact_attention(causal):
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, h, m, 8, generator=draw, dtype=torch.float64) for h, m in ((4, 7), (2, 9), (2, 9))
-    )
+    q, k, v = (torch.randn(2, h, m, 8, generator=draw, dtype=torch.float64) for h, m in ((4, 7), (2, 9), (2, 9)))
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 5:] = False
     seen = mask[:, None, None, :].expand(2, 1, 7, 9)
@@ -90,9 +88,7 @@ def test_row_l1_goes_from_0_to_2():
 
 def test_runs_take_turns():
     order = []
-    taken = interleaved(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repetitions=2, warmup=1
-    )
+    taken = interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repetitions=2, warmup=1)
     assert order == ["a", "b"] * 3
     assert {name: len(times) for name, times in taken.items()} == {"a": 2, "b": 2}
 
@@ -216,9 +212,7 @@ def test_a_key_mask_marks_the_queries_of_self_attention(tmp_path):
     x, mask = torch.randn(2, 1, 5, 4), torch.ones(2, 5, dtype=torch.bool)
     mask[0, 3:] = False
     save_file({"q": x, "k": x.clone(), "v": x.clone(), "key_mask": mask}, tmp_path / "self.safetensors")
-    save_file(
-        {"q": x[:, :, :3].clone(), "k": x, "v": x.clone(), "key_mask": mask}, tmp_path / "cross.safetensors"
-    )
+    save_file({"q": x[:, :, :3].clone(), "k": x, "v": x.clone(), "key_mask": mask}, tmp_path / "cross.safetensors")
     assert torch.equal(load(tmp_path / "self.safetensors").query_mask, mask)
     assert load(tmp_path / "cross.safetensors").query_mask is None
 
@@ -247,9 +241,7 @@ def test_every_method_has_a_budget_and_what_is_given_is_kept():
     assert (methods["refined"].clusters, methods["refined"].top) == (7, 5)
     assert (methods["smyrf"].rounds, methods["smyrf"].q_seats, methods["smyrf"].k_seats) == (3, 16, 16)
     assert methods["local"].window == methods["routing"].window == 20
-    assert (
-        str({each.name: each for each in methods_for(512)}["refined"]) == "refined:clusters=25"
-    )  # top is 32
+    assert str({each.name: each for each in methods_for(512)}["refined"]) == "refined:clusters=25"  # top is 32
     assert {each.name: each for each in methods_for(64)}["refined"].top == 4
     assert {each.name: each for each in methods_for(10_000)}["refined"].clusters == 100
 
@@ -262,9 +254,7 @@ def test_scaling_a_budget():
 def test_compare_measures_every_method_against_exact():
     sample = mixture(2, 2, 48, 8, centres=6)
     steps = []
-    result = compare(
-        sample, methods_for(48), repetitions=1, sweep=False, tick=lambda text, total: steps.append(total)
-    )
+    result = compare(sample, methods_for(48), repetitions=1, sweep=False, tick=lambda text, total: steps.append(total))
     assert [row["name"] for row in result.rows] == list(ca.METHODS)
     assert len(steps) == steps[0]
     assert not result.skipped

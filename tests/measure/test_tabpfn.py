@@ -27,12 +27,14 @@ WIDTH, LAYERS, TRAIN, TEST = 32, 2, 40, 12
 def weights() -> dict[str, Tensor]:
     """As the checkpoint names them, small and random."""
     layer = torch.nn.TransformerEncoderLayer(WIDTH, tabpfn.HEADS, 2 * WIDTH, activation="gelu")
-    whole = torch.nn.ModuleDict({
-        "transformer_encoder": torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False),
-        "encoder": torch.nn.Linear(tabpfn.FEATURES, WIDTH),
-        "y_encoder": torch.nn.Linear(1, WIDTH),
-        "decoder": torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.GELU(), torch.nn.Linear(64, 10)),
-    })  # fmt: skip
+    whole = torch.nn.ModuleDict(
+        {
+            "transformer_encoder": torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False),
+            "encoder": torch.nn.Linear(tabpfn.FEATURES, WIDTH),
+            "y_encoder": torch.nn.Linear(1, WIDTH),
+            "decoder": torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.GELU(), torch.nn.Linear(64, 10)),
+        }
+    )
     draw = torch.Generator().manual_seed(0)
     return {name: x + 0.2 * torch.randn(x.shape, generator=draw) for name, x in whole.state_dict().items()}
 
@@ -119,10 +121,19 @@ def test_the_run_writes_rows_that_can_be_shown(tmp_path: Path, capsys: pytest.Ca
     tabpfn.save(tmp_path / "mnist.safetensors", data())
     small = "clustered:clusters=4,bits=8"
     asked = argparse.Namespace(
-        prepared=tmp_path, dtype="float32", device="cpu", threads=None, seed=0, commit="abc",
-        rows=[TRAIN, 2 * TRAIN], test_rows=TEST, methods=[small, f"{small}/exact"], repetitions=2, seconds=None,
+        prepared=tmp_path,
+        dtype="float32",
+        device="cpu",
+        threads=None,
+        seed=0,
+        commit="abc",
+        rows=[TRAIN, 2 * TRAIN],
+        test_rows=TEST,
+        methods=[small, f"{small}/exact"],
+        repetitions=2,
+        seconds=None,
         out=tmp_path / "rows.jsonl",
-    )  # fmt: skip
+    )
     bench.run(asked)
     rows = {(row["rows"], row["method"]): row for row in read(asked.out)}
     assert [*rows] == [(n, label) for n in asked.rows for label in ("exact", small, f"{small}/exact")]

@@ -112,10 +112,7 @@ def test_own_block_groups_are_no_worse_than_groups_of_the_past(name: str) -> Non
     exact = x.attend(ca.Exact(), causal=True)
     errors = {
         kind: float(
-            (
-                x.attend(dataclasses.replace(laws.BY_NAME[name].method, centroids_from=kind), causal=True)
-                - exact
-            ).norm()
+            (x.attend(dataclasses.replace(laws.BY_NAME[name].method, centroids_from=kind), causal=True) - exact).norm()
         )
         for kind in ("past", "block")
     }

@@ -214,9 +214,7 @@ def test_two_halves_of_every_bucket_join_to_the_whole(name: str) -> None:
     keys = torch.stack([torch.randperm(24, generator=g).view(3, 8) for _ in range(8)]).view(2, 4, 3, 8)
     seat = torch.arange(8)
     parts = [
-        x.attend(
-            BY_NAME[name].method, groups=ca.Buckets(queries, keys.masked_fill(hidden, -1)), return_lse=True
-        )
+        x.attend(BY_NAME[name].method, groups=ca.Buckets(queries, keys.masked_fill(hidden, -1)), return_lse=True)
         for hidden in (seat < 3, seat >= 3)
     ]
     whole = x.attend(BY_NAME[name].method, groups=ca.Buckets(queries, keys), return_lse=True)

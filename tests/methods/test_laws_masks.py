@@ -64,9 +64,7 @@ def test_padded_equals_unpadded(case: Case, padding: str) -> None:
     got = x.attend(case.method, return_lse=True)
     for row in range(2):
         kept, shown = x.query_mask[row], x.key_mask[row]
-        alone = Inputs(
-            x.q[row : row + 1, :, kept], x.k[row : row + 1, :, shown], x.v[row : row + 1, :, shown]
-        )
+        alone = Inputs(x.q[row : row + 1, :, kept], x.k[row : row + 1, :, shown], x.v[row : row + 1, :, shown])
         close([part[row : row + 1, :, kept] for part in got], alone.attend(case.method, return_lse=True))
 
 

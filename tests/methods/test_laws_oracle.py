@@ -29,9 +29,7 @@ def test_answers_log_weights_and_gradients(case: Case, mask: str) -> None:
         wanted = expected(case, theirs, groups, causal)
         close(got, wanted)
         close(gradients(got, mine), gradients(wanted, theirs), got[1].dtype)
-        close(
-            x.attend(case.method, causal=causal), wanted[0]
-        )  # without groups it makes the same ones; without lse too
+        close(x.attend(case.method, causal=causal), wanted[0])  # without groups it makes the same ones; without lse too
 
 
 @over()
@@ -42,25 +40,19 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
     m = n if case.method.self_only else data.draw(size)
     b = data.draw(st.integers(1, 2))
     causal = data.draw(st.booleans()) and case.method.causality != "no"
-    x = draw(
-        b=b, h=hk * group, hk=hk, n=n, m=m, d=data.draw(st.integers(1, 4)), e=data.draw(st.integers(1, 3))
-    )
+    x = draw(b=b, h=hk * group, hk=hk, n=n, m=m, d=data.draw(st.integers(1, 4)), e=data.draw(st.integers(1, 3)))
 
     def mask(length: int) -> torch.Tensor:
-        return torch.tensor(
-            data.draw(st.lists(st.booleans(), min_size=b * length, max_size=b * length))
-        ).view(b, length)
+        return torch.tensor(data.draw(st.lists(st.booleans(), min_size=b * length, max_size=b * length))).view(
+            b, length
+        )
 
     if data.draw(st.booleans()):
         key_mask = mask(m)
-        x = dataclasses.replace(
-            x, key_mask=key_mask, query_mask=key_mask if case.method.self_only else mask(n)
-        )
+        x = dataclasses.replace(x, key_mask=key_mask, query_mask=key_mask if case.method.self_only else mask(n))
     method = case.method
     if case.family:
-        method = dataclasses.replace(
-            method, clusters=data.draw(st.integers(1, 5)), block=data.draw(st.integers(1, 6))
-        )
+        method = dataclasses.replace(method, clusters=data.draw(st.integers(1, 5)), block=data.draw(st.integers(1, 6)))
     if case.family and "clustered" not in case.name:
         method = dataclasses.replace(method, top=data.draw(st.integers(1, 5)))
     case = dataclasses.replace(case, method=method)
@@ -71,9 +63,7 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
     if case.family and causal:
         # The block before may hold no real query. Its centroid is then 0, all keys equally near: any will do.
         nobody = (
-            groups.counts.gather(2, groups.labels.clamp(min=0)) == 0
-            if groups.counts.shape[2]
-            else groups.labels > 0
+            groups.counts.gather(2, groups.labels.clamp(min=0)) == 0 if groups.counts.shape[2] else groups.labels > 0
         )
         ties = nobody & (groups.labels >= 0)
         out, lse = out.masked_fill(ties[..., None], 0.0), lse.masked_fill(ties, 0.0)
@@ -124,9 +114,7 @@ def test_detach_mass_is_the_old_gradient_and_not_the_true_one() -> None:
     found = []
     for detach in (False, True):
         leaves = x.leaves()
-        found.append(
-            gradients(leaves.attend(dataclasses.replace(method, detach_mass=detach), groups=groups), leaves)
-        )
+        found.append(gradients(leaves.attend(dataclasses.replace(method, detach_mass=detach), groups=groups), leaves))
     close(found[0][2], found[1][2])  # the values' gradient does not pass through the mass
     for true, old in zip(found[0][:2], found[1][:2], strict=True):
         assert float((true - old).norm() / true.norm()) > 1e-3

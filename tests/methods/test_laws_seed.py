@@ -113,13 +113,9 @@ def test_a_head_answers_as_it_does_in_company(case: Case) -> None:
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
 @pytest.mark.parametrize("start", ["random", "far"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_clustered_and_improved_with_equal_settings_have_equal_labels(
-    metric: str, start: str, causal: bool
-) -> None:
+def test_clustered_and_improved_with_equal_settings_have_equal_labels(metric: str, start: str, causal: bool) -> None:
     x = draw()
     same = {"clusters": 5, "bits": 31, "steps": 3, "metric": metric, "start": start, "block": 8}
-    one, two = (
-        x.groups(method, causal=causal) for method in (ca.Clustered(**same), ca.Improved(**same, top=4))
-    )
+    one, two = (x.groups(method, causal=causal) for method in (ca.Clustered(**same), ca.Improved(**same, top=4)))
     assert torch.equal(one.labels, two.labels)
     assert torch.equal(one.member_of, two.member_of)

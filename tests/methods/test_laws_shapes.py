@@ -62,9 +62,7 @@ def test_strides_do_not_matter(case: Case) -> None:
     x = draw(case, dtype=torch.float32)
     wanted = x.attend(case.method, return_lse=True)
     for shuffled in (
-        [
-            t.transpose(1, 2).contiguous().transpose(1, 2) for t in x.tensors
-        ],  # (b n h d) in memory, as models have it
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in x.tensors],  # (b n h d) in memory, as models have it
         [t.mT.contiguous().mT for t in x.tensors],
         [torch.stack([t, t], -1)[..., 0] for t in x.tensors],
     ):
@@ -134,11 +132,7 @@ def test_cost_counts_and_exact_is_the_yardstick(case: Case) -> None:
 # ---- law 4 ---------------------------------------------------------------------------------------
 
 
-@over(
-    where=lambda case: (
-        case.family or case.name in ("exact", "oracle_top", "smyrf", "smyrf-e2lsh", "smyrf-dedup")
-    )
-)
+@over(where=lambda case: case.family or case.name in ("exact", "oracle_top", "smyrf", "smyrf-e2lsh", "smyrf-dedup"))
 def test_permuting_the_keys_changes_nothing(case: Case) -> None:
     """Methods in which positions play no part. (They break ties between cross-polytope hashes.)"""
     x = padded(draw(n=24, m=31), "holes")
@@ -153,16 +147,12 @@ def test_permuting_queries_with_their_groups_permutes_the_answers(case: Case) ->
     groups = x.groups(case.method)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
     if isinstance(groups, ca.Clusters):
-        groups = dataclasses.replace(
-            groups, labels=groups.labels[..., order], member_of=groups.member_of[..., order]
-        )
+        groups = dataclasses.replace(groups, labels=groups.labels[..., order], member_of=groups.member_of[..., order])
     else:
         seats = torch.where(groups.queries < 0, groups.queries, order.argsort()[groups.queries.clamp(min=0)])
         groups = dataclasses.replace(groups, queries=seats)
     moved = dataclasses.replace(x, q=x.q[:, :, order], query_mask=x.query_mask[:, order])
-    wanted = [
-        part[:, :, order] for part in x.attend(case.method, groups=x.groups(case.method), return_lse=True)
-    ]
+    wanted = [part[:, :, order] for part in x.attend(case.method, groups=x.groups(case.method), return_lse=True)]
     close(moved.attend(case.method, groups=groups, return_lse=True), wanted)
 
 
@@ -197,9 +187,7 @@ def test_half_precision_is_as_good_as_plain_half_precision(case: Case, dtype: to
     rows = torch.ones_like(got[1], dtype=torch.bool)
     if case.family and hasattr(case.method, "top"):
         # A near key that rounding may exchange for an equally good one is a choice, not an error.
-        rows = oracle.sure_choice(
-            *x.to(torch.float64).tensors[:2], groups.labels, x.seen, 4, torch.finfo(dtype).eps
-        )
+        rows = oracle.sure_choice(*x.to(torch.float64).tensors[:2], groups.labels, x.seen, 4, torch.finfo(dtype).eps)
         assert rows.double().mean() > 0.5
     for fast, slow, right in zip(got, plain, truth, strict=True):
         as_good_as(fast[rows], slow[rows], right[rows])

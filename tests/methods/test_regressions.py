@@ -30,9 +30,7 @@ def equation_10(x: Inputs, labels: Tensor, top: int, detach_mass: bool) -> Tenso
                 near = a.detach().topk(top).indices
                 mass = a[near].sum().detach() if detach_mass else a[near].sum()
                 far = a.index_fill(0, near, 0.0)
-                out.append(
-                    mass * (scale * (k[b, h, near] @ x.q[b, h, i])).softmax(0) @ v[b, h, near] + far @ v[b, h]
-                )
+                out.append(mass * (scale * (k[b, h, near] @ x.q[b, h, i])).softmax(0) @ v[b, h, near] + far @ v[b, h])
     return torch.stack(out).view(*x.q.shape[:3], -1)
 
 
@@ -56,9 +54,7 @@ def test_2_near_keys_are_masked_for_each_head_and_cluster(m: int, length: int, s
     mask = torch.zeros(2, m, dtype=torch.bool)
     for row in range(2):
         kept = {"right": torch.arange(length), "left": m - 1 - torch.arange(length)}.get(side)
-        kept = (
-            torch.randperm(m, generator=torch.Generator().manual_seed(row))[:length] if kept is None else kept
-        )
+        kept = torch.randperm(m, generator=torch.Generator().manual_seed(row))[:length] if kept is None else kept
         mask[row, kept] = True
     x = dataclasses.replace(x, key_mask=mask)
     close(x.attend(ca.Improved(clusters=6, top=32), return_lse=True), oracle.exact(*x.tensors, x.seen))
@@ -89,9 +85,7 @@ def test_5_empty_clusters_are_handled_the_same_way_every_time(metric: str) -> No
     """fast-transformers refilled them from an unseedable generator and started from numpy's global one."""
     numpy = pytest.importorskip("numpy")
     x = draw(n=60, m=60, dtype=torch.float32)
-    x = dataclasses.replace(
-        x, q=x.q[:, :, torch.arange(60) % 4]
-    )  # 4 distinct queries, 20 clusters: most stay empty
+    x = dataclasses.replace(x, q=x.q[:, :, torch.arange(60) % 4])  # 4 distinct queries, 20 clusters: most stay empty
     method = ca.Clustered(clusters=20, metric=metric)
     wanted = x.groups(method, seed=1)
     assert (wanted.counts == 0).any()
@@ -133,9 +127,7 @@ def test_8_smyrf_masks_belong_to_their_own_batch_row() -> None:
     mask = torch.arange(40) < torch.tensor([[40], [23]])
     together = ca.attention(*x.tensors, method=laws.BY_NAME["smyrf"].method, key_mask=mask, query_mask=mask)
     for row, length in enumerate((40, 23)):
-        alone = ca.attention(
-            *(t[row : row + 1, :, :length] for t in x.tensors), method=laws.BY_NAME["smyrf"].method
-        )
+        alone = ca.attention(*(t[row : row + 1, :, :length] for t in x.tensors), method=laws.BY_NAME["smyrf"].method)
         close(together[row : row + 1, :, :length], alone)
 
 
@@ -155,11 +147,28 @@ def test_8_smyrf_keeps_batch_rows_apart_when_lengths_do_not_divide() -> None:
 def test_8_no_setting_is_dead(case: Case) -> None:
     """SMYRF's ``r`` was computed and thrown away. Here every setting of every method changes some answer."""
     other = {
-        "clusters": 2, "bits": 7, "steps": 1, "metric": "euclid", "start": "far", "sample": 5, "bias": True,
-        "block": 5, "centroids_from": "block", "top": 2, "mass": "softmax", "rounds": 1, "q_seats": 5,
-        "k_seats": 5, "dedup": True, "transform": "e2lsh", "chunk": 3, "window": 3, "decay": 0.5, "blocks": 1,
+        "clusters": 2,
+        "bits": 7,
+        "steps": 1,
+        "metric": "euclid",
+        "start": "far",
+        "sample": 5,
+        "bias": True,
+        "block": 5,
+        "centroids_from": "block",
+        "top": 2,
+        "mass": "softmax",
+        "rounds": 1,
+        "q_seats": 5,
+        "k_seats": 5,
+        "dedup": True,
+        "transform": "e2lsh",
+        "chunk": 3,
+        "window": 3,
+        "decay": 0.5,
+        "blocks": 1,
         "similarity": "cosine",
-    }  # fmt: skip
+    }
     x = draw(case, n=40, m=40)
 
     def results(method: ca.Method) -> list[Tensor]:
@@ -174,9 +183,7 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         if field.name in ("detach_mass", "rank"):
             continue  # a setting of the gradient: see test_1; one of metric="keys" alone: see below
         changed = results(dataclasses.replace(case.method, **{field.name: other[field.name]}))
-        assert any(
-            a.shape != b.shape or not torch.equal(a, b) for a, b in zip(plain, changed, strict=True)
-        ), field.name
+        assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(plain, changed, strict=True)), field.name
 
 
 def test_8_rank_is_a_setting_of_the_keys_metric() -> None:
@@ -206,8 +213,7 @@ def test_8_smyrf_counts_a_pair_once_when_asked() -> None:
     x = draw(n=64, m=64, spread=0.7)
     exact = x.attend(ca.Exact())
     errors = [
-        float((x.attend(ca.Smyrf(rounds=12, q_seats=16, k_seats=16, dedup=d)) - exact).norm())
-        for d in (False, True)
+        float((x.attend(ca.Smyrf(rounds=12, q_seats=16, k_seats=16, dedup=d)) - exact).norm()) for d in (False, True)
     ]
     assert errors[1] < errors[0]
 
@@ -263,9 +269,7 @@ def test_10_routing_settings_arrive() -> None:
     close(moved[1], moved[0] * 5)
 
 
-@pytest.mark.parametrize(
-    "method", [case.method for case in laws.CASES], ids=[case.name for case in laws.CASES]
-)
+@pytest.mark.parametrize("method", [case.method for case in laws.CASES], ids=[case.name for case in laws.CASES])
 @pytest.mark.parametrize("zero", ["one query", "all queries", "all keys"])
 def test_11_a_zero_query_is_not_nan(method: ca.Method, zero: str) -> None:
     """fast-transformers' reformer normalised without care: one zero query made all 64 rows NaN."""
@@ -287,9 +291,7 @@ def test_11_a_zero_query_is_not_nan(method: ca.Method, zero: str) -> None:
 @over(CROSS, where=lambda case: case.name != "local")
 @pytest.mark.parametrize("left", [1, 3, 9])
 @pytest.mark.parametrize("queries", [5, 64])
-def test_12_every_query_finds_a_key_whatever_the_padding_on_either_side(
-    case: Case, left: int, queries: int
-) -> None:
+def test_12_every_query_finds_a_key_whatever_the_padding_on_either_side(case: Case, left: int, queries: int) -> None:
     """A real query may share its bucket with padded keys alone; it still needs an average of real values."""
     x = draw(n=64, m=48)
     key_mask = (torch.arange(48) >= 48 - left).expand(2, 48)

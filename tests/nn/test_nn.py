@@ -463,9 +463,16 @@ def test_clusterformer_is_its_layers_in_a_row() -> None:
         projected = (getattr(layer.attention, f"{which}_proj")(y) for which in "qkv")
         q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in projected)
         answer, state = ca.attention(
-            q, k, v, method=ca.ClusterFormer(clusters=4, similarity="cosine"), key_mask=~pad, query_mask=~pad,
-            points=layer.cluster_proj(y), state=state, return_state=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            method=ca.ClusterFormer(clusters=4, similarity="cosine"),
+            key_mask=~pad,
+            query_mask=~pad,
+            points=layer.cluster_proj(y),
+            state=state,
+            return_state=True,
+        )
         x = x + layer.attention.out_proj(answer.transpose(1, 2).flatten(2))
         x = x + layer.linear2(F.gelu(layer.linear1(layer.norm2(x))))
         clustering.append(state.clustering_loss)

@@ -44,8 +44,12 @@ def test_an_example_does_not_depend_on_its_batch() -> None:
 
 def test_seeds_and_splits_draw_other_examples() -> None:
     one, other = Copying(31, seed=0), Copying(31, seed=1)
-    rows = [tuple(row) for task in (one, other) for split in ("train", "dev", "test")
-            for row in task.collate(list(task.splits[split][:50]))["targets"].tolist()]  # fmt: skip
+    rows = [
+        tuple(row)
+        for task in (one, other)
+        for split in ("train", "dev", "test")
+        for row in task.collate(list(task.splits[split][:50]))["targets"].tolist()
+    ]
     assert len(set(rows)) == len(rows) == 300
 
 
@@ -117,8 +121,17 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
 
 
 def test_figure_5_counts_lengths_not_seeds_and_says_what_is_hard() -> None:
-    rows = [{"method": "improved", "budget": 15, "letters": letters, "accuracy": 1 - (letters + seed == 256) / 10,
-             "accuracy_all": 1.0} for letters in (31, 255) for seed in range(3)]  # fmt: skip
+    rows = [
+        {
+            "method": "improved",
+            "budget": 15,
+            "letters": letters,
+            "accuracy": 1 - (letters + seed == 256) / 10,
+            "accuracy_all": 1.0,
+        }
+        for letters in (31, 255)
+        for seed in range(3)
+    ]
     said = ClusteredFig5().findings(rows, ClusteredFig5.scales["paper"])
     assert said[0].startswith("improved with 15 clusters gets 99.5% of the masked tokens at 1 of 2 lengths")
     assert "34 queries on average, and 32 near keys" in said[1]

@@ -102,8 +102,10 @@ def test_reviews_and_articles(tmp_path: Path) -> None:
     assert {split: len(some) for split, some in found.items()} == {"train": 9, "dev": 1, "test": 10}
     assert found["test"][0] == Text("Bad.  test 0", None, 0)
     assert [each.label for each in found["test"]] == [0] * 5 + [1] * 5
-    articles = "".join(f'<article id="{i}" title="T{i}"><p>One &amp; <a href="x">two</a></p>\n<p>three.</p></article>'
-                       for i in range(20))  # fmt: skip
+    articles = "".join(
+        f'<article id="{i}" title="T{i}"><p>One &amp; <a href="x">two</a></p>\n<p>three.</p></article>'
+        for i in range(20)
+    )
     truths = "".join(f'<article hyperpartisan="{"true" if i % 2 else "false"}" id="{i}"/>' for i in range(20))
     write(tmp_path / "articles-training.xml", f"<articles>{articles}</articles>")
     write(tmp_path / "ground-truth-training.xml", f"<articles>{truths}</articles>")
@@ -195,9 +197,11 @@ def test_fine_tuning_learns_and_the_loop_keeps_the_best(weights: str) -> None:
     made = task(weights, train=64)
     torch.manual_seed(0)
     fitted = fit(
-        made, made.model("refined:clusters=4,top=8"), Settings(epochs=6, batch=8, lr=2e-3, optimizer="adamw"),
+        made,
+        made.model("refined:clusters=4,top=8"),
+        Settings(epochs=6, batch=8, lr=2e-3, optimizer="adamw"),
         device="cpu",
-    )  # fmt: skip
+    )
     assert fitted.best["accuracy"] >= 0.75
     assert judge(made, fitted.model, "dev") == pytest.approx(fitted.best)
 
@@ -224,8 +228,11 @@ def test_a_number_s_loss_has_the_method_s_own_too(weights: str) -> None:
 
 
 def test_a_model_says_what_it_attends_with(weights: str) -> None:
-    told = {repr(task(weights).model(method, pool=pool)) for method in ("exact", "clustered:clusters=2")
-            for pool in ("first", "mean")}  # fmt: skip
+    told = {
+        repr(task(weights).model(method, pool=pool))
+        for method in ("exact", "clustered:clusters=2")
+        for pool in ("first", "mean")
+    }
     assert len(told) == 4
 
 

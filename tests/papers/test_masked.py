@@ -99,8 +99,10 @@ def test_masks_are_eighty_ten_ten_and_new_in_every_pass(task: Masked) -> None:
     for batch in batches(task, "train", 64, seed=0):
         put = batch["tokens"].gather(1, batch["asked"])
         hidden, kept, count = (
-            hidden + int((put == MASK).sum()), kept + int((put == batch["wanted"]).sum()), count + put.numel()
-        )  # fmt: skip
+            hidden + int((put == MASK).sum()),
+            kept + int((put == batch["wanted"]).sum()),
+            count + put.numel(),
+        )
     assert hidden / count == pytest.approx(0.8, abs=0.03)
     assert 0.07 < kept / count < 0.16  # a tenth, and those another token drawn at random hits by chance
     one = len(task.pairs["train"])
@@ -185,8 +187,9 @@ def test_smoke_scale_runs_for_every_method(tmp_path) -> None:  # type: ignore[no
     for at, cell in enumerate(table.cells(config)):
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
         rows += [{**cell.settings, **row} for row in table.run(cell, config, context)]
-    assert {(row["method"], row["pretrained"]) for row in rows} == {(method, told) for method in SPECS
-                                                                    for told in (True, False)}  # fmt: skip
+    assert {(row["method"], row["pretrained"]) for row in rows} == {
+        (method, told) for method in SPECS for told in (True, False)
+    }
     [shown] = table.tables(rows, config)
     assert len(shown.rows) == 4
     assert all(len(row) == len(shown.columns) for row in shown.rows)

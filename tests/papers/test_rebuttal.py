@@ -71,8 +71,9 @@ def test_one_model_answers_by_every_method(smoked: dict[str, list[Row]]) -> None
     assert [row["method"] for row in some] == list(config.methods)
     assert some[0]["same"] == 1.0 and some[0]["moved"] == 0.0  # noqa: PT018
     assert all(row["moved"] > 0 for row in some[1:])
-    rough, fine = (next(row["moved"] for row in some if row["method"] == name)
-                   for name in ("clustered-2", "refined-6, top 8"))  # fmt: skip
+    rough, fine = (
+        next(row["moved"] for row in some if row["method"] == name) for name in ("clustered-2", "refined-6, top 8")
+    )
     assert fine < rough
     assert some[0]["longer"]["8"] <= some[0]["longer"]["2"] <= some[0]["sequences"]
 
@@ -80,10 +81,20 @@ def test_one_model_answers_by_every_method(smoked: dict[str, list[Row]]) -> None
 def invented_rows(scores: dict[str, float], sequences: int = 1000) -> list[Row]:
     config = ClusteredTable4.scales["small"]
     return [
-        {"piece": "mrpc", "seed": seed, "method": name, "score": scores.get(name, 0.8) + 0.01 * seed, "accuracy": 0.8,
-         "same": 1.0, "sequences": sequences, "mean_tokens": 50.0, "longer": {str(c): 1 for c in config.counts}}
-        for seed in range(3) for name in config.methods
-    ]  # fmt: skip
+        {
+            "piece": "mrpc",
+            "seed": seed,
+            "method": name,
+            "score": scores.get(name, 0.8) + 0.01 * seed,
+            "accuracy": 0.8,
+            "same": 1.0,
+            "sequences": sequences,
+            "mean_tokens": 50.0,
+            "longer": {str(c): 1 for c in config.counts},
+        }
+        for seed in range(3)
+        for name in config.methods
+    ]
 
 
 def test_the_bar_is_told_and_contradictions_too() -> None:
@@ -152,8 +163,11 @@ def test_what_is_trained_with_full_is_also_swapped(smoked: dict[str, list[Row]])
 def test_the_ablation_is_confirmed_or_not() -> None:
     def findings(asymmetric: float) -> str:
         scores = {"full": 0.9, "smyrf (asymmetric)": asymmetric, "e2lsh": 0.85, "cross-polytope": 0.85}
-        rows = [{"trained": name, "method": name, "seed": seed, "accuracy": score + seed / 10 + seed * score / 1000}
-                for name, score in scores.items() for seed in range(3)]  # fmt: skip
+        rows = [
+            {"trained": name, "method": name, "seed": seed, "accuracy": score + seed / 10 + seed * score / 1000}
+            for name, score in scores.items()
+            for seed in range(3)
+        ]
         return " ".join(Imdb().findings(rows, Imdb.scales["small"]))
 
     told = findings(0.89)  # seeds differ by far more than methods, and are compared one by one

@@ -18,6 +18,7 @@ from clusterattn_papers.models import Answer, attending_with, attentions
 from clusterattn_papers.models.speech import SpeechEncoder, hide
 from clusterattn_papers.reproduce import Context
 from clusterattn_papers.reproduce import clustered_speech as speech_tables
+from clusterattn_papers.reproduce import clustered_speech_figures as speech_figures
 from clusterattn_papers.reproduce._speech import SHOWN, SMALL, invented, thinned
 from clusterattn_papers.tasks import batches, speech
 from clusterattn_papers.tasks.speech import Recording, Speech, Spelled
@@ -320,7 +321,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, o
     return found
 
 
-@pytest.mark.parametrize("kind", speech_tables.EXPERIMENTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*speech_tables.EXPERIMENTS, *speech_figures.EXPERIMENTS], ids=lambda kind: kind.name)
 def test_smoke(kind: type, rows: dict[str, list[dict[str, object]]]) -> None:
     shown = kind()
     config, mine = shown.scales["smoke"], rows[shown.rows_from or shown.name]
@@ -334,7 +335,7 @@ def test_smoke(kind: type, rows: dict[str, list[dict[str, object]]]) -> None:
     assert shown.findings(mine, config)
     assert shown.findings([], config) == []
     picture = shown.picture(mine, config)
-    assert (picture or b"").startswith(b"\x89PNG") == (kind in (speech_tables.Figure1, speech_tables.Figure7))
+    assert (picture or b"").startswith(b"\x89PNG") == (kind in (speech_figures.Figure1, speech_figures.Figure7))
 
 
 def test_table1_has_the_papers_cells(rows: dict[str, list[dict[str, object]]]) -> None:
@@ -352,21 +353,30 @@ def test_table1_has_the_papers_cells(rows: dict[str, list[dict[str, object]]]) -
 
 def test_findings_read_the_papers_own_table() -> None:
     table, config = speech_tables.ClusteredTable1(), SMALL
-    copied = [{"evaluated": one, "trained": two, "layers": config.layers, "seed": 0, "dev": value / 100, "kl": value}
-              for (one, two), value in speech_tables.TABLE1.items()]  # fmt: skip
+    copied = [
+        {"evaluated": one, "trained": two, "layers": config.layers, "seed": 0, "dev": value / 100, "kl": value}
+        for (one, two), value in speech_tables.TABLE1.items()
+    ]
     lines = table.findings(copied, config)
     text = "ahead in 5 of 6 columns (behind when trained with clustered-100)"
-    assert lines[0] == f"improved-100 against clustered-100: by distance from full attention {text}; by error rate " \
-        f"{text}; in the paper, by error rate, {text}."  # fmt: skip
-    assert any("improved-100 against oracle-top: by distance from full attention ahead in 6 of 6 columns;" in line
-               for line in lines)  # fmt: skip
+    assert (
+        lines[0] == f"improved-100 against clustered-100: by distance from full attention {text}; by error rate "
+        f"{text}; in the paper, by error rate, {text}."
+    )
+    assert any(
+        "improved-100 against oracle-top: by distance from full attention ahead in 6 of 6 columns;" in line
+        for line in lines
+    )
 
 
 def test_table1_says_which_columns_the_seeds_do_not_decide() -> None:
     def column(trained: str, *more: float) -> list[dict[str, object]]:
         """Errors of improved-100 less those of clustered-100, seed by seed."""
-        return [{**model_row(name, seed, 0.3 + each * (name == "improved-100")), "trained": trained}
-                for seed, each in enumerate(more) for name in ("improved-100", "clustered-100")]  # fmt: skip
+        return [
+            {**model_row(name, seed, 0.3 + each * (name == "improved-100")), "trained": trained}
+            for seed, each in enumerate(more)
+            for name in ("improved-100", "clustered-100")
+        ]
 
     rows = column("full", -0.03, -0.02, -0.03) + column("lsh-1", 0.03, 0.02, 0.03) + column("lsh-4", 0.1, -0.1, 0.05)
     (line,) = speech_tables.ClusteredTable1().findings(rows, SMALL)
@@ -381,8 +391,16 @@ def pace_row(name: str, seconds: float) -> dict[str, object]:
 
 def model_row(name: str, seed: int, test: float, loss: float = 1.0) -> dict[str, object]:
     history = [[1, 0.5, 3.0, 3.0, 1.0], [2, 1.0, loss, 2.0, 0.5]]
-    return {"evaluated": name, "trained": name, "layers": SMALL.layers, "seed": seed, "dev": test, "kl": 0.1,
-            "test": test, "history": history}  # fmt: skip
+    return {
+        "evaluated": name,
+        "trained": name,
+        "layers": SMALL.layers,
+        "seed": seed,
+        "dev": test,
+        "kl": 0.1,
+        "test": test,
+        "history": history,
+    }
 
 
 def test_methods_without_a_common_column_are_not_compared() -> None:
@@ -395,23 +413,26 @@ def test_findings_go_seed_by_seed() -> None:
     rows += [model_row("improved-100", seed, 0.19 + seed / 10, loss=1.5) for seed in range(3)]
     rows += [model_row("clustered-100", 0, 0.25, loss=1.25)]
     said = speech_tables.ClusteredTable2().findings(rows, SMALL)
-    assert said[0] == "improved-100 against full, points of error rate on test: -1.00 ± 0.00 (ahead, the paper's " \
-        "+0.58, the other way round)."  # fmt: skip
+    assert (
+        said[0] == "improved-100 against full, points of error rate on test: -1.00 ± 0.00 (ahead, the paper's "
+        "+0.58, the other way round)."
+    )
     assert "clustered-100, points of error rate on test: -6.00 (one run, the paper's -1.89)" in said[1]
     assert len(said) == 2  # nothing is said of speed that was not measured
     paces = [{**pace_row("full", 0.02), "pass": "training"}, {**pace_row("improved-100", 0.01), "pass": "training"}]
     said = speech_tables.ClusteredTable2().findings(rows + paces, SMALL)
     assert "improved-100 is 2.00 times as fast as with full" in said[-1]
-    said = speech_tables.Figure7().findings(rows, SMALL)
+    said = speech_figures.Figure7().findings(rows, SMALL)
     assert "least first: full 1.000, clustered-100 1.250, improved-100 1.500" in said[0]
     assert "improved-100 against clustered-100, nats at the end: +0.250 (one run)" in said[1]
-    assert speech_tables.Figure1().findings(rows, SMALL) == []
+    assert speech_figures.Figure1().findings(rows, SMALL) == []
     rows += [pace_row(name, 1.0 + (name == "improved-100")) for name in ("full", "improved-100", "clustered-100")]
-    said = speech_tables.Figure1().findings(rows, SMALL)
+    said = speech_figures.Figure1().findings(rows, SMALL)
     assert said == ["Both faster and better than improved-100 with 4 layers, of 2 others: none, as in the paper."]
     rows += [model_row("clustered-100", 1, 0.28), model_row("clustered-100", 2, 0.41), pace_row("lsh-4", 1.0)]
     rows += [model_row("lsh-4", seed, 0.15 + seed / 10) for seed in range(3)]
-    assert speech_tables.Figure1().findings(rows, SMALL)[0].endswith(
+    said = speech_figures.Figure1().findings(rows, SMALL)
+    assert said[0].endswith(
         "of 3 others: lsh-4 with 4 layers, unlike in the paper; faster and not told apart: clustered-100 with 4 layers."
     )
 

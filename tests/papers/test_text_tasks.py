@@ -256,12 +256,17 @@ def test_what_a_set_lacks_is_said_and_its_own_folder_is_found(tmp_path: Path) ->
 
 def test_map_and_mrr_by_hand() -> None:
     judged = [  # question, score, right
-        (0, 0.9, 1), (0, 0.5, 0), (0, 0.1, 1),  # right ones are first and third: (1 + 2/3) / 2
-        (1, 0.2, 1), (1, 0.8, 0),  # second: 1/2
-        (2, 0.3, 0), (2, 0.1, 0),  # none right: left out
+        (0, 0.9, 1),
+        (0, 0.5, 0),
+        (0, 0.1, 1),  # right ones are first and third: (1 + 2/3) / 2
+        (1, 0.2, 1),
+        (1, 0.8, 0),  # second: 1/2
+        (2, 0.3, 0),
+        (2, 0.1, 0),  # none right: left out
         (3, 0.5, 1),  # none wrong: left out
-        (4, 0.5, 1), (4, 0.5, 0),  # of equals the later one comes first: 1/2
-    ]  # fmt: skip
+        (4, 0.5, 1),
+        (4, 0.5, 0),  # of equals the later one comes first: 1/2
+    ]
     found = ranked(*zip(*judged, strict=True))
     assert found["map"] == pytest.approx((5 / 6 + 1 / 2 + 1 / 2) / 3)
     assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1 / 2) / 3)
@@ -359,7 +364,7 @@ def test_a_users_pairs(tmp_path: Path) -> None:
         task = Pairs.read(a_file(tmp_path, "pairs.csv", as_csv(rows, *head)))
         assert task.labels == ["bad", "good"]
         assert len(task.splits["train"]) == 16
-        (label, chance), = task.predict(task.model("exact", dim=16, heads=2), [("one", "two")])
+        ((label, chance),) = task.predict(task.model("exact", dim=16, heads=2), [("one", "two")])
         assert label in task.labels
         assert 0.5 <= chance <= 1
     with pytest.raises(ValueError, match="two different labels"):
@@ -372,8 +377,11 @@ def test_a_users_pairs(tmp_path: Path) -> None:
 def smoke(experiment: Any, folder: Path) -> list[dict[str, Any]]:
     config = experiment.scales["smoke"]
     context = Context(torch.device("cpu"), None, folder)
-    return [{**cell.settings, **row} for at, cell in enumerate(experiment.cells(config))
-            for row in experiment.run(cell, config, Context(context.device, None, folder / str(at)))]  # fmt: skip
+    return [
+        {**cell.settings, **row}
+        for at, cell in enumerate(experiment.cells(config))
+        for row in experiment.run(cell, config, Context(context.device, None, folder / str(at)))
+    ]
 
 
 @pytest.mark.parametrize("kind", [each for each in EXPERIMENTS if not each.rows_from])
@@ -386,8 +394,12 @@ def test_every_experiment_runs_at_smoke_scale(kind: Any, tmp_path: Path) -> None
     for table in experiment.tables(rows, config):
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
-        assert not any("…" in cell for row in table.rows for name, cell in zip(table.columns, row, strict=True)
-                       if not name.startswith("memory"))  # of a GPU  # fmt: skip
+        assert not any(
+            "…" in cell
+            for row in table.rows
+            for name, cell in zip(table.columns, row, strict=True)
+            if not name.startswith("memory")
+        )  # of a GPU
     assert experiment.findings(rows, config)
     assert experiment.findings([], config) == []
     assert experiment.tables([], config)
@@ -420,8 +432,10 @@ def test_a_small_set_is_trained_long_enough(monkeypatch: pytest.MonkeyPatch, tmp
 
     def noted(task: Any, model: Any, settings: Settings, **_: Any) -> Fitted:
         told.append(settings)
-        history = [{"step": at, "epoch": at, "seconds": seconds, "loss": 1.0, "accuracy": 0.5}
-                   for at, seconds in enumerate((9.0, 10.0, 12.0, 13.0), start=1)]  # fmt: skip
+        history = [
+            {"step": at, "epoch": at, "seconds": seconds, "loss": 1.0, "accuracy": 0.5}
+            for at, seconds in enumerate((9.0, 10.0, 12.0, 13.0), start=1)
+        ]
         return Fitted(model, {"accuracy": 0.5}, 0, 13.0, 4.0, history)
 
     monkeypatch.setattr(_texts, "fit", noted)
@@ -452,15 +466,19 @@ def test_a_lead_is_one_at_95_per_cent() -> None:
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
-    rows = [{"set": "CR", "method": method, "seed": seed, "accuracy": value} for method, seed, value in
-            (("a", 0, 0.9), ("a", 1, 0.7), ("a", 2, 0.5), ("b", 0, 0.8), ("b", 1, 0.8))]  # fmt: skip
+    rows = [
+        {"set": "CR", "method": method, "seed": seed, "accuracy": value}
+        for method, seed, value in (("a", 0, 0.9), ("a", 1, 0.7), ("a", 2, 0.5), ("b", 0, 0.8), ("b", 1, 0.8))
+    ]
     assert apart(rows, "accuracy", "a", "b", set="CR") == pytest.approx([10, -10])
 
 
 def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> None:
     table, config = ClusterFormerTable4(), ClusterFormerTable4.scales["small"]
-    rows = [{"clusters": k, "accuracy": accuracy, "seconds_per_epoch": seconds, "memory_mib": None}
-            for k, accuracy, seconds in ((0, 0.8, 2.0), (5, 0.81, 4.0), (20, 0.77, 3.0))]  # fmt: skip
+    rows = [
+        {"clusters": k, "accuracy": accuracy, "seconds_per_epoch": seconds, "memory_mib": None}
+        for k, accuracy, seconds in ((0, 0.8, 2.0), (5, 0.81, 4.0), (20, 0.77, 3.0))
+    ]
     assert table.findings(rows, config) == [
         "ClusterFormer against exact attention, points of accuracy: +1.0 with k = 5, -3.0 with k = 20 (paper: +0.2 "
         "with k = 20, +0.1 with k = 5).",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce._curves import legible
 from clusterattn_papers.reproduce._pace import measured
 from clusterattn_papers.reproduce.timings import (
     EXPERIMENTS,
@@ -20,8 +21,7 @@ from clusterattn_papers.reproduce.timings import (
     Figure3,
     Figure4,
     Table7,
-    _apart,
-)  # fmt: skip
+)
 
 CPU = torch.device("cpu")
 
@@ -100,8 +100,11 @@ def test_only_the_written_out_transformer_holds_its_matrix() -> None:
 def test_what_is_saved_stands_beside_the_papers() -> None:
     config = Figure3.scales["small"]
     found = (("transformer (written out)", 0.2, 4e9), ("clusterformer", 0.05, 1e9))
-    rows = [{"method": method, "n": 2000, "pass": which, "batch": 20, "seconds": seconds, "memory_bytes": memory}
-            for which in Figure3.passes for method, seconds, memory in found]  # fmt: skip
+    rows = [
+        {"method": method, "n": 2000, "pass": which, "batch": 20, "seconds": seconds, "memory_bytes": memory}
+        for which in Figure3.passes
+        for method, seconds, memory in found
+    ]
     saved = {row[0]: row[1:] for row in Figure3().tables(rows, config)[-1].rows}
     assert saved["clusterformer"] == ["51.4 | 75.0", "– | 75.0"]
     assert saved["routing"][0] == "41.8 | …"
@@ -124,4 +127,4 @@ def test_lengths_are_the_papers() -> None:
 
 
 def test_names_on_an_axis_do_not_stand_on_each_other() -> None:
-    assert _apart([35_000, 45_000, 55_000, 100_000]) == ["35 000", "", "55 000", "100 000"]
+    assert legible([35_000, 45_000, 55_000, 100_000]) == ["35 000", "", "55 000", "100 000"]

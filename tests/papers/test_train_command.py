@@ -29,16 +29,20 @@ def command(*words):
 def reviews(tmp_path):
     """Long documents that a few words tell apart."""
     dice, path = random.Random(0), tmp_path / "reviews.csv"
-    lines = [(label, " ".join(dice.choices([*some, "the", "film", "was"], k=dice.randint(60, 120))))
-             for _ in range(60) for label, some in WORDS.items()]  # fmt: skip
+    lines = [
+        (label, " ".join(dice.choices([*some, "the", "film", "was"], k=dice.randint(60, 120))))
+        for _ in range(60)
+        for label, some in WORDS.items()
+    ]
     path.write_text("text,label\n" + "".join(f"{text},{label}\n" for label, text in lines))
     return path
 
 
 def test_a_csv_becomes_a_model_with_figures_and_a_picture(reviews, tmp_path):
     out = tmp_path / "model"
-    done = command("classify", "--data", reviews, "--out", out, "--method", "refined:clusters=4,top=8",
-                   "--epochs", 4, *SMALL)  # fmt: skip
+    done = command(
+        "classify", "--data", reviews, "--out", out, "--method", "refined:clusters=4,top=8", "--epochs", 4, *SMALL
+    )
     assert done.exit_code == 0, done.output
     assert "labels: blame, praise" in done.output
     assert {"model.safetensors", "config.json", "task.json", "history.jsonl"} <= {each.name for each in out.iterdir()}

@@ -55,9 +55,10 @@ def test_one_string_is_not_a_list_of_inputs(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.csv", "x.tsv", "x.txt", "x.jsonl"])
 @pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", gzip.compress(b"text,label\na,b\n" * 99, mtime=0)],
+    "content",
+    [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", gzip.compress(b"text,label\na,b\n" * 99, mtime=0)],
     ids=["picture", "packed"],  # bytes would be in the names, and gzip's hold the time
-)  # fmt: skip
+)
 def test_what_is_no_text_is_refused_by_name(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)

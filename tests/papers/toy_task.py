@@ -26,8 +26,10 @@ class Toy(Task):
 
     def __init__(self, count=80, dropout=0.1):
         dice = torch.Generator().manual_seed(0)
-        rows = [torch.randint(1, 20, (int(torch.randint(4, 16, (1,), generator=dice)),), generator=dice)
-                for _ in range(count)]  # fmt: skip
+        rows = [
+            torch.randint(1, 20, (int(torch.randint(4, 16, (1,), generator=dice)),), generator=dice)
+            for _ in range(count)
+        ]
         examples = [(row, int((row > 14).any())) for row in rows]
         self.splits = {"train": examples[: count // 2], "dev": examples[count // 2 :]}
         self.dropout = dropout

@@ -221,9 +221,12 @@ def test_heads_differ_where_it_pays():
     """The cheap candidate serves head 0 well and head 1 badly."""
     cheap, dear = ca.Clustered(clusters=2), ca.Refined(clusters=8)
     layer = Layer(
-        heads=2, candidates=[cheap, dear, ca.Exact()], miss=[[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]], size=[1.0, 1.0],
+        heads=2,
+        candidates=[cheap, dear, ca.Exact()],
+        miss=[[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]],
+        size=[1.0, 1.0],
         cost=[1.0, 5.0, 10.0],
-    )  # fmt: skip
+    )
     search = Search.__new__(Search)
     search.layers, search.by_head = {"it": layer}, True
     assert search._choose(layer, 1.0) == (cheap, dear)
@@ -238,9 +241,12 @@ def test_heads_differ_where_it_pays():
 def test_useless_candidates_are_forgotten():
     names = [ca.Clustered(clusters=c) for c in (2, 4, 8)]
     layer = Layer(
-        heads=2, candidates=[*names, ca.Exact()], miss=[[3.0, 3.0], [4.0, 3.5], [1.0, 2.0], [0.0, 0.0]],
-        size=[9.0, 9.0], cost=[1.0, 2.0, 3.0, 10.0],
-    )  # fmt: skip
+        heads=2,
+        candidates=[*names, ca.Exact()],
+        miss=[[3.0, 3.0], [4.0, 3.5], [1.0, 2.0], [0.0, 0.0]],
+        size=[9.0, 9.0],
+        cost=[1.0, 2.0, 3.0, 10.0],
+    )
     Search._only_useful(layer)
     assert layer.candidates == [names[0], names[2], ca.Exact()]
     assert layer.cost == [1, 3, 10]
