@@ -49,8 +49,8 @@ def mean(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def space(
-    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, centre: Tensor | None, call: Call,
-    device: torch.device,
+    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, centre: Tensor | None,
+    call: Call, device: torch.device,
 ) -> Space:  # fmt: skip
     if metric == "keys" and form is not None and rank is not None and rank < d:
         return Space(metric, None, None, None, main_directions(form, rank, call.seed), centre)
@@ -104,7 +104,7 @@ def parts(
 ) -> Parts:
     """The keys (b hk m d) beside their values, by k-means: alike are keys whose products with the queries' differences
     from their centroids are alike, and values that are. Either side is scaled to a spread of one."""
-    (b, hk, m, d), e = k.shape, v.shape[3]
+    b, hk, m, d = k.shape
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
