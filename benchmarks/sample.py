@@ -19,9 +19,9 @@ from clusterattn.measure.compare import compare, methods_for
 from clusterattn.measure.sample import Sample
 
 SEEDS = 5
-_PAPER, _OURS = ca.Improved(clusters=25), ca.Refined(clusters=25)
+_PAPER, _OURS = ca.Improved(clusters=25), ca.Refined(clusters=25, top=32, parts=1, slope=False, steps=5)
 _SMYRF = ca.Smyrf(q_seats=32, k_seats=32)
-_BLOCKS = ca.Refined(clusters=8, top=16, block=64)
+_BLOCKS = ca.Refined(clusters=8, top=16, parts=1, slope=False, steps=5, block=64)
 QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side by side
     "from Improved to Refined": [
         _PAPER,

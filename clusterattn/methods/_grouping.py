@@ -139,7 +139,7 @@ def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, cal
         q = q.gather(2, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, d))
         labels = torch.where(seen, labels.gather(2, at.clamp(min=0)), -1)
     apart = (wide(q) - wide(call.ops.broadcast(clusters.means.detach(), labels))) * (labels >= 0).unsqueeze(-1)
-    total = (labels >= 0).sum(-1).view(b, hk, -1).sum(-1).clamp(min=1)[..., None, None]
+    total = (labels >= 0).sum(-1).view(b, hk, h // hk).sum(-1).clamp(min=1)[..., None, None]
     return (apart.mT @ apart).view(b, hk, h // hk, d, d).sum(2) / total
 
 

@@ -52,6 +52,11 @@ class Improved(Clustered):
             wanted = f'{who}(parts=…, slope=… or top=0) with mass="tangent"'
             raise bad_value(wanted, got, 'mass="tangent", or ca.Refined')
 
+    @property
+    def causality(self) -> str:  # type: ignore[override]
+        """Parts are made of all keys, later ones among them: they serve no causal call."""
+        return super().causality if self.parts is None or self.parts == 1 else "no"
+
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         clusters, _ = super().group(q, k, call)
         if self.parts == 1:

@@ -14,7 +14,7 @@ from clusterattn._rows import Row
 
 from ..tasks.translation import Pair, Translate, read_pairs
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, pinned, spread
 from ._texts import SAYS, against_paper
 
 # name: IWSLT14 De-En tokenised; WMT14 En-De tokenised / sacreBLEU
@@ -99,7 +99,7 @@ class ClusterFormerTable1(Experiment):
         task = Translate(pairs, vocabulary=config.vocabulary)
         torch.manual_seed(cell.settings["seed"])
         model = task.model(
-            cell.settings["spec"],
+            pinned(cell.settings["spec"]),
             dim=config.dim,
             heads=config.heads,
             layers=config.layers,
