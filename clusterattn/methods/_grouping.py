@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
 PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
+
+
+class Sizes(Protocol):
+    """What grouping the keys reads of a method."""
+
+    @property
+    def parts(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def sample(self) -> int | None: ...
+    @property
+    def start(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,10 @@ def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     return found
 
 
+def directions_cost(d: int, rank: int) -> int:
+    return 3 * d * d * rank + 2 * d * rank * rank
+
+
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
 
 
@@ -126,6 +144,17 @@ def parts(
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
     return Parts(labels, count)
+
+
+def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
+    """Multiply-adds of ``parts`` for one query head, of which ``group`` share the keys."""
+    count, steps, train = sizes.parts, sizes.steps, min(sizes.sample or max(n, m), m)
+    rank = min(d, PART_RANK)
+    width = rank + e
+    pool = min(FAR_POOL * count, m) if sizes.start == "far" else 0
+    metric = train * (d * d + e * e) + directions_cost(d, rank) + m * d * rank
+    kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
+    return min(sizes.sample or max(n, m), n) * d * d + (metric + kmeans) // group
 
 
 def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
