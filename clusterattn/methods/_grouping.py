@@ -108,7 +108,7 @@ def parts(
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
-        return Parts(each, count)
+        return Parts(each, count, call.ops.members(each, count, k))
     metric = residual_covariance(q, clusters, hk, sample, call)
     at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
     of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
@@ -125,7 +125,7 @@ def parts(
     if real is not None:
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
-    return Parts(labels, count)
+    return Parts(labels, count, call.ops.members(labels, count, k))
 
 
 def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
