@@ -210,6 +210,25 @@ def test_an_unknown_embedded_sample_is_refused():
         embedded("middle")
 
 
+def test_a_sample_is_cut_to_a_length_and_its_batch_comes_again():
+    sample = embedded()
+    cut = sample.cut(4, 20)
+    assert cut.shape == (4, 4, 20, 20, 32, 32)
+    assert torch.equal(cut.q[3], sample.q[0, :, :20])
+    assert torch.equal(cut.v[2], sample.v[2, :, :20])
+
+
+def test_the_bench_can_time_on_a_real_sample():
+    data, local = embedded(), ca.Local(window=8)
+    rows = list(bench([local], lengths=[32, 64], passes=["forward"], repetitions=1, memory=False, data=data))
+    assert [(row["method"], row["h"], row["n"], row["d"]) for row in rows] == [
+        (method, 4, n, 32) for n in (32, 64) for method in ("sdpa", str(local))
+    ]
+    assert {row["data"] for row in rows} == {data.source}
+    with pytest.raises(ValueError, match="up to 512"):
+        list(bench([local], lengths=[1024], data=data))
+
+
 def test_a_key_mask_marks_the_queries_of_self_attention(tmp_path):
     from safetensors.torch import save_file
 

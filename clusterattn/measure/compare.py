@@ -24,7 +24,7 @@ DENSE_LIMIT = 2**25
 # Half and twice the budget, so that the picture shows a curve for each method instead of a dot.
 SWEEP = (0.5, 2.0)
 SWEPT = ("clusters", "top", "rounds", "window")
-LONG, CURVES_WHEN_LONG = 4096, ("refined",)  # past so many queries a curve for every method would take minutes
+LONG, CURVES_WHEN_LONG = 4096, ("clustered", "improved", "refined", "smyrf")  # past so many queries all take minutes
 
 Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 
