@@ -122,7 +122,7 @@ class ClusterFormer(Method):
         assert isinstance(groups, Buckets)
         return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
         return 2 * n * c * d + n * min(self.blocks * -(-n // c), n) * (d + e)
 

@@ -13,10 +13,10 @@ from .._errors import bad_value, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops import draw, tables
 from ..ops._chunks import wide
-from ..ops.fine import TILE
 from ._shared import or_self
 
 FIRST_STEPS = 5  # k-means steps where a call starts from its own data
+TILE = 32  # queries of one centroid that attend together
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Routing(Method):
         answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
         return or_self(answer, q, k, v, call) if call.mask.causal else answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c, w = self.clusters or -(-n // self.window), min(self.window, m)
         grouping = (FIRST_STEPS + 1) * (n + m) * c * d
         return grouping + (c * min(self.window, n) + n) * w * (d + e)

@@ -94,7 +94,7 @@ class Smyrf(Method):
         # bucket still counts at least once.
         return mine, torch.where(mine < 0, mine, mine + 1), home(groups.keys, m)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         most = max(-(-n // self.q_seats), -(-m // self.k_seats))
         pairs = most * -(-n // most) * -(-m // most)
         width = d * most if self.transform == "crosspolytope" else d + 2
