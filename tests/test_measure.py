@@ -266,16 +266,27 @@ def test_every_method_has_a_budget_and_what_is_given_is_kept():
     assert (methods["refined"].clusters, methods["refined"].top) == (7, 5)
     assert (methods["smyrf"].rounds, methods["smyrf"].q_seats, methods["smyrf"].k_seats) == (3, 16, 16)
     assert methods["local"].window == methods["routing"].window == 20
-    assert (
-        str({each.name: each for each in methods_for(512)}["refined"]) == "refined:clusters=25"
-    )  # top is 32
-    assert {each.name: each for each in methods_for(64)}["refined"].top == 4
-    assert {each.name: each for each in methods_for(10_000)}["refined"].clusters == 100
+    assert str({each.name: each for each in methods_for(512)}["improved"]) == "improved:clusters=25"  # top is 32
+    assert {each.name: each for each in methods_for(64)}["improved"].top == 4
+    assert {each.name: each for each in methods_for(10_000)}["improved"].clusters == 100
+    assert {each.name: each for each in methods_for(10_000)}["refined"] == ca.Refined()  # which chooses for itself
+
+
+def test_a_method_that_chooses_its_sizes_has_a_curve_around_them():
+    sample = mixture(1, 1, 128, 8, centres=6)
+    result = compare(sample, [ca.Refined()], repetitions=1)
+    _, ours = result.rows
+    sizes = ca.Refined().at(128, 128, 8, 8)
+    assert ours["method"] == "refined"
+    assert (ours["settings"]["clusters"], ours["settings"]["top"]) == (sizes.clusters, sizes.top)
+    assert {row["settings"]["clusters"] for row in result.swept} == {sizes.clusters // 2, 2 * sizes.clusters}
 
 
 def test_scaling_a_budget():
     assert scaled(ca.Refined(clusters=10, top=8), 2.0) == ca.Refined(clusters=20, top=16)
     assert scaled(ca.Exact(), 2.0) is None
+    assert scaled(ca.Refined(clusters=10, top=8, parts=4), 2.0) == ca.Refined(clusters=20, top=16, parts=8)
+    assert scaled(ca.Improved(clusters=10, top=8), 2.0) == ca.Improved(clusters=20, top=16)
 
 
 def test_compare_measures_every_method_against_exact():

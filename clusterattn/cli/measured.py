@@ -50,10 +50,12 @@ def compare(
         ),
     ] = None,
     clusters: Annotated[
-        int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
+        int | None,
+        typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100; refined chooses for itself)"),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
+        int | None,
+        typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32; refined likewise)"),
     ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
