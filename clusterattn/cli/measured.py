@@ -57,34 +57,20 @@ def compare(
         int | None,
         typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32; refined likewise)"),
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
-    ] = None,
-    seats: Annotated[
-        int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option(help="Causal attention; methods without a causal form are left out.")
-    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")] = None,
+    seats: Annotated[int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal attention; methods without a causal form are left out.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")
-    ] = 5,
-    sweep: Annotated[
-        bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")
-    ] = True,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")] = 5,
+    sweep: Annotated[bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path(
         "clusterattn-report"
     ),
     report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Every method on the same q, k, v: error, time and memory against exact attention.
 
@@ -185,12 +171,10 @@ def bench(
     seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass (cpu).")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")
-    ] = Path("clusterattn-bench"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")] = Path(
+        "clusterattn-bench"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
 
@@ -297,9 +281,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
 def _completed(spec: str, budget: Sequence[Method]) -> Method:
     """A method as asked for; settings that the words leave open come from the budget."""
     given = method_of(spec)
-    named = [
-        setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()
-    ]
+    named = [setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()]
     usual = next(each for each in budget if each.name == given.name)
     return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
 

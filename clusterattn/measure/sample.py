@@ -74,9 +74,7 @@ class Sample:
 
     def place(self, b: int, h: int) -> str:
         """A head's name for titles."""
-        return (
-            f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
-        )
+        return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
 
 
 def embedded(which: str = "short") -> Sample:
@@ -199,9 +197,7 @@ def mixture(
 
 def _as_heads(name: str, x: Tensor) -> Tensor:
     if x.ndim != 4:
-        advice = (
-            f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
-        )
+        advice = f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
         raise bad_value(f"{name} of shape (batch, heads, length, dim)", f"shape {tuple(x.shape)}", advice)
     if not x.is_floating_point():
         raise bad_type(f"{name} of a floating dtype", x.dtype, f"{name}.float()")
@@ -214,7 +210,5 @@ def _as_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor |
     if mask.dtype != torch.bool:
         raise bad_type(f"{name} of dtype bool, True = kept", mask.dtype, f"{name}.bool()")
     if tuple(mask.shape) != shape:
-        raise bad_value(
-            f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position"
-        )
+        raise bad_value(f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position")
     return mask
