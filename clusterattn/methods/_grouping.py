@@ -63,17 +63,18 @@ def space(
 def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
     directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
-    Nyström's in it."""
+    Nyström's in it. In fp64: ``inner`` holds fifth powers of the form's spectrum, which spans ten digits in real heads.
+    """
     size = form.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    held = form / torch.where(size > 0, size, 1.0)  # powers of it neither grow nor vanish
-    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
+    held = (form / torch.where(size > 0, size, 1.0)).double()  # powers of it neither grow nor vanish
+    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.double()
     span = held @ (held @ drawn)
     seen = held @ span
     inner = span.mT @ seen  # (... r r)
-    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-6 + torch.finfo(form.dtype).tiny
-    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=form.dtype, device=form.device))
+    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-12 + torch.finfo(inner.dtype).tiny
+    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=inner.dtype, device=form.device))
     found: Tensor = torch.linalg.solve_triangular(root, seen.mT, upper=False).mT * size.sqrt()
-    return found
+    return found.to(form.dtype)
 
 
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
