@@ -15,6 +15,7 @@ from ..ops.kmeans import Centres
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
+PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Space:
     thresholds: Tensor | None  # (w), the old code's hash bias
     form: Tensor | None  # (... d d) for keys: Cov(K)
     view: Tensor | None = None  # (... d r) for keys along a few directions, instead of the form
+    centre: Tensor | None = None  # (... 1 d) taken off first: in half precision an offset of all would drown the rest
 
     @property
     def signs(self) -> bool:
@@ -33,15 +35,25 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            return (wide(x) @ self.view).to(x.dtype)
+            x_ = wide(x) if self.centre is None else wide(x) - self.centre
+            return (x_ @ self.view).to(x.dtype)
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
+def mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Of the valid rows of x (... n d): (... 1 d)."""
+    if valid is None:
+        return wide(x).mean(-2, keepdim=True)
+    real = valid.unsqueeze(-1)
+    return (wide(x) * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp(min=1)
+
+
 def space(
-    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, call: Call, device: torch.device
+    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, centre: Tensor | None, call: Call,
+    device: torch.device,
 ) -> Space:  # fmt: skip
     if metric == "keys" and form is not None and rank is not None and rank < d:
-        return Space(metric, None, None, None, main_directions(form, rank, call.seed))
+        return Space(metric, None, None, None, main_directions(form, rank, call.seed), centre)
     if metric != "hamming":
         return Space(metric, None, None, form if metric == "keys" else None)
     drawn = draw.normal((bits, d + 1), call.seed, draw.STREAM_PLANES, device)
@@ -100,13 +112,14 @@ def parts(
     metric = residual_covariance(q, clusters, hk, sample, call)
     at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
     of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
+    tiny = torch.finfo(metric.dtype).tiny
     key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
     value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    form = torch.zeros(b, hk, d + e, d + e, dtype=metric.dtype, device=k.device)
-    form[..., :d, :d] = metric / key_spread.clamp(min=torch.finfo(metric.dtype).tiny)
-    form[..., d:, d:] = torch.eye(e, dtype=form.dtype, device=k.device) / value_spread.clamp(min=1e-30)
-    where = Space("keys", None, None, form)
-    points = torch.cat([k, v], -1)
+    view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
+    # Without their means, which say nothing about who is alike and cost digits in half precision.
+    k_, v_ = wide(k) - mean(k, real), wide(v) - mean(v, real)
+    points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
+    where = Space("euclid", None, None, None)
     found = centres(points, real, count, steps, start, sample, where, call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:

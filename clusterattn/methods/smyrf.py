@@ -13,9 +13,6 @@ from torch import Tensor
 from .._errors import check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops._chunks import wide
-from ..ops.hashing.reference import lifts
-
-__all__ = ["Smyrf", "lifts"]
 
 TRANSFORMS = ("asymmetric", "e2lsh", "crosspolytope")
 

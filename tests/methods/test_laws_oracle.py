@@ -192,7 +192,7 @@ def test_smyrf_seats_everybody_once_a_round_and_evenly(case: Case, n: int, m: in
 
 
 def test_smyrf_lift_keeps_products_and_makes_norms_equal() -> None:
-    from clusterattn.methods.smyrf import lifts
+    from clusterattn.ops.hashing import lifts
 
     x = draw(h=2, hk=2, n=9, m=11)
     p, w = oracle.asymmetric(x.q[0, 0], x.k[0, 0])

@@ -100,20 +100,20 @@ def test_opcheck_with_kernels() -> None:
     at = torch.tensor([[[0, 3, 3], [5, -1, 0]]], device=DEVICE)
     queries = torch.arange(12, device=DEVICE).view(1, 1, 2, 6).expand(1, 2, 2, 6)
     keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
-    seating = (None, queries, keys, None, None, None, 0.25, 2, -1, 0, False, 1, True)
+    seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0), "triton")
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
-    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3)
+    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, "triton")
     for op, args in (
-        (ops.take, (k, at)),
-        (ops.members, (labels, 3)),
-        (ops.broadcast, (c, labels, None, None)),
-        (ops.broadcast, (c, labels, order, first)),
-        (ops.means, (q, labels, order, first, 3, True)),
-        (ops.codes, (q.detach(), k[0, 0].detach().mT.contiguous(), None)),
-        (ops.farthest, (q.detach(), at, 2, None, False, True)),
-        (ops.kmeans, (q.detach(), None, at, None, None, 1, False, True)),
-        (ops.covariance, (k.detach(), keep, None, True)),
-        (ops.covariance, (k.detach(), None, at[:, :1], True)),
+        (ops.take, (k, at, "triton")),
+        (ops.members, (labels, 3, "triton")),
+        (ops.broadcast, (c, labels, None, None, "triton")),
+        (ops.broadcast, (c, labels, order, first, "triton")),
+        (ops.means, (q, labels, order, first, 3, "triton")),
+        (ops.codes, (q.detach(), k[0, 0].detach().mT.contiguous(), None, "triton")),
+        (ops.farthest, (q.detach(), at, 2, None, False, "triton")),
+        (ops.kmeans, (q.detach(), None, at, None, None, 1, False, "triton")),
+        (ops.covariance, (k.detach(), keep, None, "triton")),
+        (ops.covariance, (k.detach(), None, at[:, :1], "triton")),
         (ops.coarse, (q, k, v, keep, 0.25, 3, True, 0, 0, 0, True)),
         (ops.coarse, (q, k, v, None, 0.25, 3, False, 6, 4, 4, True)),
         (ops.near_and_far, (q, c, k, v, keep, order, first, 0.25, 3, 0, 0, 0, 1, False)),
@@ -126,7 +126,7 @@ def test_opcheck_with_kernels() -> None:
 @pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150)])
 def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
     labels = torch.randint(-1, clusters, (1, 3, n), generator=torch.Generator().manual_seed(n)).to(DEVICE)
-    order, first = torch.ops.clusterattn.members(labels, clusters)
+    order, first = torch.ops.clusterattn.members(labels, clusters, "triton")
     home = torch.where(labels[0] < 0, clusters, labels[0])
     assert torch.equal(order.long(), home.argsort(dim=-1, stable=True))
     counts = torch.stack([torch.bincount(one, minlength=clusters + 1) for one in home])

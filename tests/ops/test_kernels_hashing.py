@@ -172,17 +172,17 @@ def test_opcheck() -> None:
     drawn, scores = tokens(2, 18, seed=4), tokens(1, 2, 2, 12, seed=5)
     hashes = torch.arange(12, dtype=torch.int32, device=DEVICE).expand(1, 2, 2, 12) % 3
     queries, keys = FAST.chunked(hashes, None, chunk=4)
-    seating = (None, queries, keys, None, None, None, 0.25, 0, -1, -1, True, 2, True)
+    seating = (None, queries, keys, None, None, None)
     for op, args in (
-        (ops.directions, (q.detach(), 2, 3, 16, 5)),
-        (ops.directions, (q.detach(), 2, 3, 16, 0, torch.tensor(5, device=DEVICE))),
-        (ops.scores, (q.detach(), k.detach(), drawn, keep, None, True)),
-        (ops.polytope, (q.detach(), tokens(2, 3, 16), None)),
-        (ops.balanced, (scores, scores, keep, keep, 4, 5)),
-        (ops.chunked, (hashes, keep, 4)),
-        (ops.unit, (q,)),
-        (ops.bucketed, (q, k, v, *seating)),
-        (ops.bucketed, (q, k, v, *seating, True, 0.7, keep)),
-        (ops.bucketed, (q, k, v, *seating[:-2], 0, True)),
+        (ops.directions, (q.detach(), 2, 3, 16, 5, None, "triton")),
+        (ops.directions, (q.detach(), 2, 3, 16, 0, torch.tensor(5, device=DEVICE), "triton")),
+        (ops.scores, (q.detach(), k.detach(), drawn, keep, None, True, "triton")),
+        (ops.polytope, (q.detach(), tokens(2, 3, 16), None, "triton")),
+        (ops.balanced, (scores, scores, keep, keep, 4, 5, "triton")),
+        (ops.chunked, (hashes, keep, 4, "triton")),
+        (ops.unit, (q, "triton")),
+        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 2, 0), "triton")),
+        (ops.bucketed, (q, k, v, *seating, keep, 0.25, 0.7, (0, -1, -1, 1, 2, 1), "triton")),
+        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 0, 0), "triton")),
     ):
         torch.library.opcheck(op, args)

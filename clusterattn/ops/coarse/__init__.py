@@ -145,7 +145,7 @@ def _(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) 
     return q.new_empty((*q.shape[:3], min(top, k.shape[2])), dtype=torch.int64)
 
 
-def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int) -> Tensor:
+def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int, *, backend: str = "reference") -> Tensor:
     """The best visible keys of every query, by exhaustive search: (b h n t)."""
     near_at: Tensor = _top_keys(q.detach() * scale, k.detach(), mask.keys, top, mask.causal)
     return near_at
