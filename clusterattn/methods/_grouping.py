@@ -40,12 +40,13 @@ class Space:
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
-def mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Of the valid rows of x (... n d): (... 1 d)."""
+def first_row(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The first valid row of x (... n d), (... 1 d): as good a centre as the mean to take an offset off, and the same
+    bits whatever the padding."""
     if valid is None:
-        return wide(x).mean(-2, keepdim=True)
-    real = valid.unsqueeze(-1)
-    return (wide(x) * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp(min=1)
+        return wide(x[..., :1, :])
+    at = valid.to(torch.uint8).argmax(-1, keepdim=True).expand(*x.shape[:-2], 1).unsqueeze(-1)
+    return wide(x.gather(-2, at.expand(*at.shape[:-1], x.shape[-1])))
 
 
 def space(
@@ -117,8 +118,8 @@ def parts(
     key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
     value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
-    # Without their means, which say nothing about who is alike and cost digits in half precision.
-    k_, v_ = wide(k) - mean(k, real), wide(v) - mean(v, real)
+    # Without an offset that all share: it says nothing about who is alike and cost digits in half precision.
+    k_, v_ = wide(k) - first_row(k, real), wide(v) - first_row(v, real)
     points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
     where = Space("euclid", None, None, None)
     found = centres(points, real, count, steps, start, sample, where, call, KEYS)

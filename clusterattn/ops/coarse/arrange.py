@@ -1,7 +1,7 @@
 """Keys and values as the kernels walk over them: as they came, or copied in the order of their parts.
 
-A copy costs one pass over the keys and makes each part a stretch of rows: the kernels read whole tiles, and the bit mask
-of near keys in whole words. Gradients go back to where the keys came from.
+A copy costs one pass over the keys and makes each part a stretch of rows: the kernels read whole tiles, and the bit
+mask of near keys in whole words. Gradients go back to where the keys came from.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def coarse_bwd_c_kernel(
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
@@ -271,8 +272,8 @@ def backward(
     prepare_kernel[(_triton.cdiv(rows, 8),)](
         pull.out, pull.mean_key, pull.lse, dn if given.near_lse is None else given.near_lse.contiguous(),
         found.out, found.mean_key, found.lse, found.near_lse, pull.extra, dy, dm, delta, base2, near2, dn, rows, d, e,
-        TANGENT=reach.tangent, HAS_NEAR=has_near and not reach.tangent, HAS_D_NEAR=given.near_lse is not None, ODDS=odds,
-        HAS_EXTRA=pull.asked, BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
+        TANGENT=reach.tangent, HAS_NEAR=has_near and not reach.tangent, HAS_D_NEAR=given.near_lse is not None,
+        ODDS=odds, HAS_EXTRA=pull.asked, BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
     )  # fmt: skip
     shared = (c, k, v, keys.keep_or(c), found.bits, keys.first_or(c), dy, dm, delta, base2, near2, dn)
     sizes = (
