@@ -153,7 +153,7 @@ def slope_of(
     q: Tensor, k: Tensor, members: Tensor, labels: list[int], at: list[int], part_of: list[int], top: int, scale: float
 ) -> Tensor:
     """M of one head (or of one block), as weights over the keys: M = sum_l omega_l k_l v_l^T - sum_c pi_c sum_j a_cj
-    kbar_cj vbar_cj^T becomes (d m), the values taken off. A cluster of ``labels`` counts by its share of the members."""
+    kbar_cj vbar_cj^T becomes (d m), the values taken off. Each of the ``labels`` counts by its share of the members."""
     total = sum(int((members == label).sum()) for label in labels)
     slope = k.new_zeros(k.shape[1], len(k))
     for label in labels:

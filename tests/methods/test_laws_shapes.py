@@ -140,8 +140,8 @@ def test_cost_counts_and_exact_is_the_yardstick(case: Case) -> None:
 
 @over(where=lambda case: case.family or case.name in ("exact", "oracle_top", "smyrf", "smyrf-e2lsh", "smyrf-dedup"))
 def test_permuting_the_keys_changes_nothing(case: Case) -> None:
-    """Methods in which positions play no part. (They break ties between cross-polytope hashes; and where keys are drawn,
-    to form parts or the metric, they decide who is: then with the groups given.)"""
+    """Methods in which positions play no part. (They break ties between cross-polytope hashes; and where keys are drawn
+    to form parts, they decide who is: then with the groups given.)"""
     x = padded(draw(n=24, m=31), "holes")
     order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
     moved = dataclasses.replace(x, k=x.k[:, :, order], v=x.v[:, :, order], key_mask=x.key_mask[:, order])
