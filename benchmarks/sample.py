@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import clusterattn as ca
-from clusterattn.measure import Row, append, embedded, environment, exact_answer, relative_error, rows_path
-from clusterattn.measure import cost
+from clusterattn.measure import Row, append, cost, embedded, environment, exact_answer, relative_error, rows_path
 from clusterattn.measure.compare import compare, methods_for
 from clusterattn.measure.sample import Sample
 

@@ -26,11 +26,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ._constant import constant
 from .exact import Exact
 
 if TYPE_CHECKING:
     from .refined import Refined
 
+SIZES = ("clusters", "top", "parts", "slope", "steps")  # of Refined
 Rung = dict[str, Any]  # clusters, top, parts, slope
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ def step(length: int) -> int:
     return size + size // 2 if size + size // 2 <= length else size
 
 
+def step_up(length: int) -> int:
+    """The smallest at or above."""
+    size = 1
+    while size < length:
+        size *= 2
+    return size // 4 * 3 if size // 4 * 3 >= length else size
+
+
 def block(n: int, clusters: int) -> int:
     """Causal blocks: within a block everybody is seen exactly, before it through centroids. n * block against
     n / block * clusters * n multiply-adds are least where they are equal."""
@@ -90,20 +102,39 @@ def block(n: int, clusters: int) -> int:
     return max(64, 1 << (best.bit_length() - 1))
 
 
+def stepped(shape: Shape) -> Shape:
+    """In steps: lengths down, dimensions up, so that no share is larger than it seems."""
+    n, m, d, e = step(shape.n), step(shape.m), step_up(shape.d), step_up(shape.e)
+    return Shape(n, m, d, e, shape.causal, step(shape.group))
+
+
 def fill(method: Refined, shape: Shape) -> Refined:
     """The method with a value for every size: those that are given, and the highest rung that fits beside them."""
-    return _filled(method, replace(shape, n=step(shape.n), m=step(shape.m)))
+    at = stepped(shape)
+    if not torch.compiler.is_compiling():
+        return _filled(method, at)
+    chosen = _plain(method.to_dict(), at.n, at.m, at.d, at.e, at.causal, at.group)
+    return replace(method, **dict(chosen), budget=None)
+
+
+@constant
+def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]:
+    """The chosen sizes as plain values."""
+    from . import method
+
+    filled = _filled(method(settings), Shape(*shape))
+    return tuple((name, getattr(filled, name)) for name in (*SIZES, "sample", "rank", "block"))
 
 
 @lru_cache(maxsize=4096)
 def _filled(method: Refined, at: Shape) -> Refined:
     """Where nothing fits, the lowest rung: a budget of 1 % of 100 tokens is less than one cluster."""
     sizes = at.n, at.m, at.d, at.e
-    how: dict[str, Any] = {"causal": at.causal, "group": at.group}
+    asked: dict[str, Any] = {"causal": at.causal, "group": at.group}
     ladder = [_with(method, rung, at) for rung in (usual(at) if method.budget is None else rungs(at))]
-    sensible = [each for each in ladder if 3 * each.grouping_cost(*sizes, **how) <= each.cost(*sizes, **how)] or ladder
-    most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **how)
-    return max((each for each in sensible if each.cost(*sizes, **how) <= most), key=ladder.index, default=sensible[0])
+    sensible = [each for each in ladder if 3 * each.grouping_cost(*sizes, **asked) <= each.cost(*sizes, **asked)] or ladder
+    most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **asked)
+    return max((each for each in sensible if each.cost(*sizes, **asked) <= most), key=ladder.index, default=sensible[0])
 
 
 def usual(at: Shape) -> list[Rung]:
