@@ -56,7 +56,6 @@ def _family(name: str, method: Any) -> Case:
 
 CASES = [
     Case("exact", ca.Exact(), lambda n, m: ca.Exact()),
-    Case("auto", ca.Auto(), lambda n, m: ca.Auto()),  # at these lengths exact
     _family("clustered", ca.Clustered(**_HASHED)),
     _family("clustered-bias", ca.Clustered(**_HASHED, bias=True)),
     _family("clustered-sample", ca.Clustered(**_HASHED, sample=12)),

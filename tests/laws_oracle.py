@@ -28,7 +28,7 @@ def expected_rows(
                 q, k, groups.labels, groups.member_of, seen, kept, block=method.block, lag=lag
             )
         return oracle.clustered_rows(q, k, groups.labels, seen, kept)
-    if isinstance(method, (ca.Exact, ca.Auto)):
+    if isinstance(method, ca.Exact):
         return oracle.exact_rows(q, k, seen, scale)
     if isinstance(method, ca.OracleTop):
         return oracle.oracle_top_rows(q, k, seen, top=method.top, scale=scale)

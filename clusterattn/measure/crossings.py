@@ -65,7 +65,9 @@ def _seconds(
     runs: dict[str, Callable[[], object]] = {}
     for method in (Exact(), Refined()):
         for each in PASSES:
-            runs[f"{method.name} {each}"] = partial(_run, sample.q, sample.k, sample.v, method, causal, each != PASSES[0])
+            runs[f"{method.name} {each}"] = partial(
+                _run, sample.q, sample.k, sample.v, method, causal, each != PASSES[0]
+            )
     taken = interleaved(runs, repetitions=repetitions, device=device, seconds=60.0)
     return {name: min(seconds) for name, seconds in taken.items()}
 

@@ -24,7 +24,7 @@ from .smyrf import Smyrf
 
 METHODS: dict[str, type[Method]] = {
     each.name: each
-    for each in (Auto, Exact, Clustered, Improved, Refined, Smyrf, Reformer, Routing, ClusterFormer, OracleTop, Local)
+    for each in (Exact, Clustered, Improved, Refined, Smyrf, Reformer, Routing, ClusterFormer, OracleTop, Local)
 }
 
 MethodSpec = Union[Method, str, dict[str, Any]]
@@ -43,13 +43,13 @@ def method(spec: MethodSpec) -> Method:
     if not torch.compiler.is_compiling():
         return _kept(spec)
     name, given = _read(spec)
-    return METHODS[name](**dict(given))
+    return _named(name)(**dict(given))
 
 
 @lru_cache(maxsize=256)
 def _kept(text: str) -> Method:
     name, given = _read(text)
-    return METHODS[name](**dict(given))
+    return _named(name)(**dict(given))
 
 
 @constant
@@ -72,9 +72,11 @@ def _what(spec: object) -> str:
 
 
 def _named(name: str) -> type[Method]:
+    if name.lower() == Auto.name:  # not a recipe but a choice between two of them
+        return Auto
     found = METHODS.get(name.lower().replace("-", "_"))
     if found is None:
-        raise bad_value(f"a method: one of {', '.join(METHODS)}", repr(name), 'method="refined"')
+        raise bad_value(f"a method: one of {', '.join(METHODS)}, auto", repr(name), 'method="refined"')
     return found
 
 
@@ -90,6 +92,6 @@ def _value(text: str) -> Any:
 
 
 __all__ = [
-    "METHODS", "Auto", "Clustered", "ClusterFormer", "ClusterFormerState", "Exact", "Improved", "Local", "Method", "MethodSpec",
-    "OracleTop", "Refined", "Reformer", "Routing", "RoutingState", "Smyrf", "method",
+    "METHODS", "Auto", "Clustered", "ClusterFormer", "ClusterFormerState", "Exact", "Improved", "Local", "Method",
+    "MethodSpec", "OracleTop", "Refined", "Reformer", "Routing", "RoutingState", "Smyrf", "method",
 ]  # fmt: skip

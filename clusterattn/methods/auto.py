@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 import torch
 
 from .._errors import bad_value
-from .._files import write_whole
-from .._rows import hardware
 from .._types import Call, Clusters, Groups, Method
 from . import budgets
 from ._constant import constant
@@ -114,12 +112,15 @@ def crossing(device: torch.device, dtype: str, threads: int, causal: bool) -> di
 
 def place(device: torch.device, threads: int) -> str:
     """A device in one word: for a CPU, with its threads."""
+    from .._rows import hardware
+
     name = hardware(device).lower().replace(" ", "-")
     return f"{name}, {threads} threads" if device.type == "cpu" else name
 
 
 def keep(entries: list[dict[str, Any]]) -> Path:
     """Store what was measured on this machine, in place of what was stored for the same device, dtype and causality."""
+    from .._files import write_whole
 
     def key(entry: dict[str, Any]) -> tuple[Any, ...]:
         return entry["device"], tuple(entry["dtypes"]), entry["causal"]

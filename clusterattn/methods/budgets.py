@@ -132,9 +132,11 @@ def _filled(method: Refined, at: Shape) -> Refined:
     sizes = at.n, at.m, at.d, at.e
     asked: dict[str, Any] = {"causal": at.causal, "group": at.group}
     ladder = [_with(method, rung, at) for rung in (usual(at) if method.budget is None else rungs(at))]
-    sensible = [each for each in ladder if 3 * each.grouping_cost(*sizes, **asked) <= each.cost(*sizes, **asked)] or ladder
+    costs = [(each.cost(*sizes, **asked), 3 * each.grouping_cost(*sizes, **asked), each) for each in ladder]
+    sensible = [(cost, each) for cost, grouping, each in costs if grouping <= cost] or [(0, ladder[0])]
     most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **asked)
-    return max((each for each in sensible if each.cost(*sizes, **asked) <= most), key=ladder.index, default=sensible[0])
+    inside = [each for cost, each in sensible if cost <= most]
+    return inside[-1] if inside else sensible[0][1]
 
 
 def usual(at: Shape) -> list[Rung]:

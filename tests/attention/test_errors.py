@@ -48,7 +48,7 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "seed of another kind": ("seed", lambda: attend(seed="three")),
     "seed in a tensor of another kind": ("int64 tensor", lambda: attend(seed=torch.zeros(2))),
     "unknown backend": ("cuda", lambda: attend(backend="cuda")),
-    "no such kernel": ("Triton", lambda: ca.attention(*(t.double() for t in (Q, K, V)), backend="triton")),
+    "no such kernel": ("Triton", lambda: ca.groups(*(t.double() for t in (Q, K, V)), backend="triton")),
     "unknown method": ("improve", lambda: attend(method="improve")),
     "unknown setting": ("cluster", lambda: attend(method="improved:cluster=3")),
     "setting of another kind": ("clusters", lambda: attend(method="improved:clusters=many")),
@@ -109,13 +109,13 @@ def test_bad_input_is_answered_with_wanted_got_try(what: str) -> None:
     assert word.lower() in says.lower(), says
 
 
-@over(where=lambda case: case.name not in ("exact", "auto"))
+@over(where=lambda case: case.name != "exact")
 def test_dropout_is_refused_never_ignored(case: laws.Case) -> None:
     with pytest.raises(ValueError, match=r"(?s)wanted.*dropout.*Exact"):
         ca.attention(Q, K, V, method=case.method, dropout_p=0.1)
 
 
-@over(where=lambda case: case.name not in ("exact", "auto"))
+@over(where=lambda case: case.name != "exact")
 @pytest.mark.parametrize("kind", ["bool", "bias"])
 def test_dense_masks_and_biases_are_refused_naming_exact(case: laws.Case, kind: str) -> None:
     dense = torch.ones(12, 12, dtype=torch.bool) if kind == "bool" else torch.zeros(2, 4, 12, 12)
