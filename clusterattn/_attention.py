@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._errors import bad_type, bad_value
-from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method
+from ._types import Attended, Call, Clusters, Groups, Mask, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
 from .methods.budgets import Shape
@@ -53,7 +53,8 @@ def attention(
     scale        of the logits, 1/sqrt(d) by default
     seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
                  A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
-    groups       from ``ca.groups``, instead of making them anew ("auto" is Refined then)
+    groups       from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
+                 alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
     state        for Routing and ClusterFormer: what the last call returned with return_state=True
     points       for ClusterFormer: the hidden states (b n x) it groups by
     attn_mask, dropout_p   for Exact alone ("auto" is Exact then)
@@ -67,6 +68,8 @@ def attention(
     if q.shape[2] == 0 or k.shape[2] == 0:
         return _pack(_nothing(q, v), state, return_lse, return_state)
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
+    if isinstance(groups, Parts):
+        call, groups = replace(call, parts=_known_parts(recipe, groups, k)), None
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
             fresh, state = recipe.group(wiped[0], wiped[1], replace(call, values=wiped[2].detach()))
@@ -304,7 +307,7 @@ def _with_extras(
     return replace(call, lse=lse, state=state, keep_state=keep_state, attn_mask=attn_mask, dropout_p=dropout_p)
 
 
-def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
+def _known(recipe: Method, groups: Groups, q: Tensor, k: Tensor) -> Groups:
     """Groups handed in by the caller must be of this method's kind and of this call's shape."""
     wanted = recipe.groups_type
     if wanted is None or not isinstance(groups, wanted):
@@ -318,6 +321,17 @@ def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> 
     if tuple(shape) != tuple(q.shape[:3]):
         raise bad_value(f"groups made for queries {tuple(q.shape[:3])}", tuple(shape), "ca.groups on these q and k")
     return groups
+
+
+def _known_parts(recipe: Method, parts: Parts, k: Tensor) -> Parts:
+    """The parts of these keys, for a method that has as many."""
+    count = getattr(recipe, "parts", 1)
+    if count == 1 or parts.count != count:
+        got = f"{parts.count} parts for {type(recipe).__name__} with {count}"
+        raise bad_value("as many parts as the method has", got, "the method they were made for, sizes given")
+    if tuple(parts.labels.shape) != tuple(k.shape[:3]):
+        raise bad_value(f"parts of keys {tuple(k.shape[:3])}", tuple(parts.labels.shape), "ca.groups on these keys")
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------- in and out
