@@ -18,7 +18,7 @@ from .._errors import bad_type, bad_value
 from .._extras import need
 from .._files import write_whole
 from .._plan import LayerPlan, Plan
-from .._rows import dumps
+from .._rows import dumps, hardware
 from .._types import Method
 from .._version import __version__
 from ..measure import cost as costs
@@ -240,18 +240,24 @@ class Bench:
         """Of the whole model on the first batch, with exact attention and with these methods, in turns."""
         layers = {name: given for name, given in choice.items() if not is_exact(given)}
         device = next((each.device for each in self.model.parameters()), torch.device("cpu"))
-        taken: dict[str, list[float]] = {"exact": [], "tuned": []}
-        for _ in range(repetitions):
-            for name, times in taken.items():
-                if name == "tuned" and layers:
-                    self.hf.swap(self.model, Plan(layers))
-                try:
-                    run = partial(self.output, self.model, self.batches[0])
-                    run()
-                    times.append(once(run, device))
-                finally:
-                    self.hf.restore(self.model)
-        return {name: min(times) for name, times in taken.items()}
+        plan = Plan(layers)
+
+        def measure() -> dict[str, float]:
+            taken: dict[str, list[float]] = {"exact": [], "tuned": []}
+            for _ in range(repetitions):
+                for name, times in taken.items():
+                    if name == "tuned" and layers:
+                        self.hf.swap(self.model, plan)
+                    try:
+                        run = partial(self.output, self.model, self.batches[0])
+                        run()
+                        times.append(once(run, device))
+                    finally:
+                        self.hf.restore(self.model)
+            return {name: min(times) for name, times in taken.items()}
+
+        key = f"whole {hardware(device)} {_digest(plan.to_dict()['layers'])}"
+        return dict(self.memory.recall(key, measure))
 
     def error(self, choice: Mapping[str, LayerPlan]) -> float:
         """Of the model's output with these methods in place, all of them at once."""
