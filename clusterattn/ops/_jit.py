@@ -29,8 +29,15 @@ INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
+# Lengths and seeds: a kernel compiled for one value of them serves all
+LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "grown")
+
+
 def jit(function: Any) -> Any:
-    return triton.jit(function) if HAVE_TRITON else function
+    if not HAVE_TRITON:
+        return function
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in LOOSE if name in names])
 
 
 def why_no_kernels(x: Tensor) -> str | None:
