@@ -168,8 +168,8 @@ def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None
         held = held - total / valid[:, :FEW].sum(1).clamp(min=1).view(-1, 1, 1)
     seen = held if form is None else torch.bmm(held, form)
     norms = (held * seen).sum(-1)
-    gap = -(held * total).sum(-1) if signs else norms
-    gap = (gap - gap.amin(-1, keepdim=True)).masked_fill(~valid, NEVER)  # whoever is farthest, no gap is negative
+    gap = w * FEW - (held * total).sum(-1) if signs else norms  # whoever is farthest, no gap is negative
+    gap = gap.masked_fill(~valid, NEVER)
     cell = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
     place = n - torch.arange(n, device=points.device)
     chosen = torch.full((lead, clusters), -1, dtype=torch.int64, device=points.device)
