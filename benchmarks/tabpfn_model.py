@@ -148,9 +148,10 @@ def prepared(folder: Path, dtype: torch.dtype) -> tuple[TabPFN, dict[str, Tensor
     found = [kind for kind in wanted if (folder / f"weights_{kind}.safetensors").is_file()]
     if not found or not (folder / "mnist.safetensors").is_file():
         raise bad_value(
-            "weights_*.safetensors and mnist.safetensors", f"{folder} without them",
+            "weights_*.safetensors and mnist.safetensors",
+            f"{folder} without them",
             "`python benchmarks/tabpfn_v1.py prepare --weights FOLDER --images FOLDER` first",
-        )  # fmt: skip
+        )
     model = TabPFN(load_file(folder / f"weights_{found[0]}.safetensors"))
     return model, load_file(folder / "mnist.safetensors"), found[0]
 

@@ -116,13 +116,20 @@ def measure(
         label, cost = str(setting), setting.cost(n, len(rows.x_test), d)
         median, exact = (statistics.median(taken[each]) if taken[each] else None for each in (label, "exact"))
         yield {
-            "theme": THEME, "rows": n, "test_rows": len(rows.x_test), "method": label,
-            "train_method": setting.train.to_dict(), "test_method": setting.test.to_dict(),
+            "theme": THEME,
+            "rows": n,
+            "test_rows": len(rows.x_test),
+            "method": label,
+            "train_method": setting.train.at(n, n, d, d).to_dict(),  # with the sizes that it chose
+            "test_method": setting.test.at(len(rows.x_test), n, d, d).to_dict(),
             **(quality(logits[label], logits["exact"], rows.truth) if not rows.repeated else {}),
-            "seconds": median, "exact_seconds": exact, "speedup": exact / median if exact and median else None,
+            "seconds": median,
+            "exact_seconds": exact,
+            "speedup": exact / median if exact and median else None,
             "repetitions": len(taken[label]),
-            "train_cost_share": cost[0] / exact_cost[0], "cost_share": sum(cost) / sum(exact_cost),
-        }  # fmt: skip
+            "train_cost_share": cost[0] / exact_cost[0],
+            "cost_share": sum(cost) / sum(exact_cost),
+        }
 
 
 def quality(logits: Tensor, exact: Tensor, truth: Tensor) -> dict[str, float]:

@@ -50,39 +50,27 @@ def compare(
         ),
     ] = None,
     clusters: Annotated[
-        int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
+        int | None,
+        typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100; refined chooses for itself)"),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
+        int | None,
+        typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32; refined likewise)"),
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
-    ] = None,
-    seats: Annotated[
-        int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option(help="Causal attention; methods without a causal form are left out.")
-    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")] = None,
+    seats: Annotated[int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal attention; methods without a causal form are left out.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")
-    ] = 5,
-    sweep: Annotated[
-        bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")
-    ] = True,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")] = 5,
+    sweep: Annotated[bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path(
         "clusterattn-report"
     ),
     report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Every method on the same q, k, v: error, time and memory against exact attention.
 
@@ -159,6 +147,14 @@ def bench(
         int | None,
         typer.Option(min=1, help="Default: 1; on cuda as many as make 32768 tokens.", show_default=False),
     ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            help="Time on the beginning of an embedded sample, short or long, with its heads and dim. "
+            "Default: a synthetic mixture.",
+            show_default=False,
+        ),
+    ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 6,
     dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
     dtype: Annotated[
@@ -175,12 +171,10 @@ def bench(
     seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass (cpu).")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")
-    ] = Path("clusterattn-bench"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")] = Path(
+        "clusterattn-bench"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
 
@@ -194,6 +188,8 @@ def bench(
 
       clusterattn bench --method refined --method clustered:steps=2 --lengths 4096,16384
 
+      clusterattn bench --sample long --lengths 2048,8192 --no-backward
+
       clusterattn bench --device cuda --dtype bfloat16 --lengths 1024,8192,65536 --no-backward
     """
     with plainly():
@@ -206,12 +202,15 @@ def bench(
         from ..measure.compare import refusal
         from ..measure.plots import scaling
         from ..measure.plots_speed import crossings
-        from ..measure.sample import mixture
+        from ..measure.sample import embedded, mixture
         from ..measure.speed_table import as_text
 
         need_now("rich", "matplotlib")
         where = device_of(device)
+        data = None if sample is None else embedded(sample)
         many = lengths_of(lengths or LENGTHS[where])
+        if data is not None and lengths is None:
+            many = [n for n in many if n <= data.shape[2]]
         methods = distinct([method_of(each) for each in method or BENCHED])
         for each in methods:
             why_not = refusal(each, mixture(1, 1, 1, 1), causal)
@@ -237,6 +236,7 @@ def bench(
                 seconds=seconds,
                 seed=seed,
                 memory=memory,
+                data=data,
                 tick=tick,
             ):
                 files.append(path, row)
@@ -281,9 +281,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
 def _completed(spec: str, budget: Sequence[Method]) -> Method:
     """A method as asked for; settings that the words leave open come from the budget."""
     given = method_of(spec)
-    named = [
-        setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()
-    ]
+    named = [setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()]
     usual = next(each for each in budget if each.name == given.name)
     return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
 

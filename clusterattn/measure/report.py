@@ -56,9 +56,7 @@ def draw(result: Comparison) -> dict[str, bytes]:
     if h * n * m <= DENSE_LIMIT:
         labels = ["exact", *mapped(result)]
         weights: dict[str, list[Tensor]] = {
-            plots.short(label): [
-                result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)
-            ]
+            plots.short(label): [result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)]
             for label in labels
         }
         pictures["maps"] = plots.maps(weights, places)
@@ -69,9 +67,7 @@ def draw(result: Comparison) -> dict[str, bytes]:
     drawn = [label for label in result.clustered() if not label.startswith("improved")] or result.clustered()
     if drawn and not result.causal:
         head = heads[middle]
-        found = {
-            plots.short(label): clusters_of(result, label, middle).labels[0, head] for label in drawn[:2]
-        }
+        found = {plots.short(label): clusters_of(result, label, middle).labels[0, head] for label in drawn[:2]}
         keys = result.sample.k[middle, head * result.sample.k.shape[1] // h]
         pictures["clusters"] = plots.clusters(result.sample.q[middle, head], keys, found, places[middle])
     return pictures
@@ -141,9 +137,7 @@ def headline(result: Comparison) -> str:
     )
 
 
-def render(
-    results: Mapping[str, Comparison], pictures: Mapping[str, Mapping[str, bytes]], *, command: str = ""
-) -> str:
+def render(results: Mapping[str, Comparison], pictures: Mapping[str, Mapping[str, bytes]], *, command: str = "") -> str:
     """The page: each comparison one after the other, under its name where there are several."""
     parts = [_part(name, result, pictures[name]) for name, result in results.items()]
     around = next(iter(results.values())).rows[0]["environment"]
@@ -269,13 +263,13 @@ def approximation_headline(result: Approximation) -> str:
     closest = min(others, key=lambda row: float(row["error"]))
     sign = -1 if exact["higher_is_better"] else 1
     better = min(others, key=lambda row: sign * float(row["value"]))
-    said = (
+    sentence = (
         f"Closest to exact attention is {closest['method']}: hidden states are off by {closest['error']:.2g} with "
         f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
     )
     if exact["task"] == "hidden":
-        return said
-    return said + (
+        return sentence
+    return sentence + (
         f" {result.metric.capitalize()}: {human_number(exact['value'])} with exact attention, "
         f"{human_number(better['value'])} at best ({better['method']})."
     )

@@ -59,11 +59,22 @@ class Sample:
             batch=None if self.batch is None else self.batch[one],
         )
 
+    def cut(self, batch: int, n: int) -> Sample:
+        """The first n queries and keys of so many batch elements, which come again when there are no more."""
+        at = torch.arange(batch, device=self.q.device) % self.q.shape[0]
+        return Sample(
+            q=self.q[at, :, :n],
+            k=self.k[at, :, :n],
+            v=self.v[at, :, :n],
+            key_mask=None if self.key_mask is None else self.key_mask[at, :n],
+            query_mask=None if self.query_mask is None else self.query_mask[at, :n],
+            heads=self.heads,
+            source=self.source,
+        )
+
     def place(self, b: int, h: int) -> str:
         """A head's name for titles."""
-        return (
-            f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
-        )
+        return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
 
 
 def embedded(which: str = "short") -> Sample:
@@ -186,9 +197,7 @@ def mixture(
 
 def _as_heads(name: str, x: Tensor) -> Tensor:
     if x.ndim != 4:
-        advice = (
-            f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
-        )
+        advice = f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
         raise bad_value(f"{name} of shape (batch, heads, length, dim)", f"shape {tuple(x.shape)}", advice)
     if not x.is_floating_point():
         raise bad_type(f"{name} of a floating dtype", x.dtype, f"{name}.float()")
@@ -201,7 +210,5 @@ def _as_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor |
     if mask.dtype != torch.bool:
         raise bad_type(f"{name} of dtype bool, True = kept", mask.dtype, f"{name}.bool()")
     if tuple(mask.shape) != shape:
-        raise bad_value(
-            f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position"
-        )
+        raise bad_value(f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position")
     return mask

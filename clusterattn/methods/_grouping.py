@@ -15,6 +15,7 @@ from ..ops.kmeans import Centres
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
+PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Space:
     thresholds: Tensor | None  # (w), the old code's hash bias
     form: Tensor | None  # (... d d) for keys: Cov(K)
     view: Tensor | None = None  # (... d r) for keys along a few directions, instead of the form
+    centre: Tensor | None = None  # (... 1 d) taken off first: in half precision an offset of all would drown the rest
 
     @property
     def signs(self) -> bool:
@@ -33,15 +35,26 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            return (wide(x) @ self.view).to(x.dtype)
+            x_ = wide(x) if self.centre is None else wide(x) - self.centre
+            return (x_ @ self.view).to(x.dtype)
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
+def first_row(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The first valid row of x (... n d), (... 1 d): as good a centre as the mean to take an offset off, and the same
+    bits whatever the padding."""
+    if valid is None:
+        return wide(x[..., :1, :])
+    at = valid.to(torch.uint8).argmax(-1, keepdim=True).expand(*x.shape[:-2], 1).unsqueeze(-1)
+    return wide(x.gather(-2, at.expand(*at.shape[:-1], x.shape[-1])))
+
+
 def space(
-    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, call: Call, device: torch.device
+    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, centre: Tensor | None,
+    call: Call, device: torch.device,
 ) -> Space:  # fmt: skip
     if metric == "keys" and form is not None and rank is not None and rank < d:
-        return Space(metric, None, None, None, main_directions(form, rank, call.seed))
+        return Space(metric, None, None, None, main_directions(form, rank, call.seed), centre)
     if metric != "hamming":
         return Space(metric, None, None, form if metric == "keys" else None)
     drawn = draw.normal((bits, d + 1), call.seed, draw.STREAM_PLANES, device)
@@ -51,17 +64,18 @@ def space(
 def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
     directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
-    Nyström's in it."""
+    Nyström's in it. In fp64: ``inner`` holds fifth powers of the form's spectrum, which spans ten digits in real heads.
+    """
     size = form.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    held = form / torch.where(size > 0, size, 1.0)  # powers of it neither grow nor vanish
-    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
+    held = (form / torch.where(size > 0, size, 1.0)).double()  # powers of it neither grow nor vanish
+    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.double()
     span = held @ (held @ drawn)
     seen = held @ span
     inner = span.mT @ seen  # (... r r)
-    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-6 + torch.finfo(form.dtype).tiny
-    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=form.dtype, device=form.device))
+    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-12 + torch.finfo(inner.dtype).tiny
+    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=inner.dtype, device=form.device))
     found: Tensor = torch.linalg.solve_triangular(root, seen.mT, upper=False).mT * size.sqrt()
-    return found
+    return found.to(form.dtype)
 
 
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
@@ -92,27 +106,28 @@ def parts(
 ) -> Parts:
     """The keys (b hk m d) beside their values, by k-means: alike are keys whose products with the queries' differences
     from their centroids are alike, and values that are. Either side is scaled to a spread of one."""
-    (b, hk, m, d), e = k.shape, v.shape[3]
+    b, hk, m, d = k.shape
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
-        return Parts(each, count)
+        return Parts(each, count, call.ops.members(each, count, k))
     metric = residual_covariance(q, clusters, hk, sample, call)
     at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
     of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
+    tiny = torch.finfo(metric.dtype).tiny
     key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
     value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    form = torch.zeros(b, hk, d + e, d + e, dtype=metric.dtype, device=k.device)
-    form[..., :d, :d] = metric / key_spread.clamp(min=torch.finfo(metric.dtype).tiny)
-    form[..., d:, d:] = torch.eye(e, dtype=form.dtype, device=k.device) / value_spread.clamp(min=1e-30)
-    where = Space("keys", None, None, form)
-    points = torch.cat([k, v], -1)
+    view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
+    # Without an offset that all share: it says nothing about who is alike and cost digits in half precision.
+    k_, v_ = wide(k) - first_row(k, real), wide(v) - first_row(v, real)
+    points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
+    where = Space("euclid", None, None, None)
     found = centres(points, real, count, steps, start, sample, where, call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
-    return Parts(labels, count)
+    return Parts(labels, count, call.ops.members(labels, count, k))
 
 
 def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:

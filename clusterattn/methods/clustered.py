@@ -86,7 +86,7 @@ class Clustered(Method):
         if self.clusters >= n:
             alone = _grouping.ranks(call.mask.query_rows(q).unsqueeze(1)).expand(b, h, n)
             return alone, alone, n
-        where = self._space(d, self._form(k, h, call), call, q.device)
+        where = self._space(q, valid, self._form(k, h, call), call)
         points = where.points(q, call)
         labels = call.ops.nearest(points, self._centres(points, valid, where, call))
         if valid is not None:
@@ -125,7 +125,7 @@ class Clustered(Method):
             keys, real = F.pad(k, (0, 0, absent, 0)), F.pad(call.mask.key_rows(q), (absent, 0))
             first = call.mask.offset + absent + self.block
             form = _grouping.prefix_covariances(keys, real, h, first, self.block, blocks - 1)
-        where = self._space(d, form, call, q.device)
+        where = self._space(x[:, :, source], valid[:, :, source], form, call)
         points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
         centres = self._centres(points, valid[:, :, source], where, call)
         clusters = centres.right.shape[-2]
@@ -144,8 +144,10 @@ class Clustered(Method):
         answered = call.ops.nearest(where.points(x[:, :, 1:], call), centres)
         return numbered(answered, valid[:, :, 1:], 1, 0), made, (blocks - 1) * clusters
 
-    def _space(self, d: int, form: Tensor | None, call: Call, device: torch.device) -> _grouping.Space:
-        return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, call, device)
+    def _space(self, x: Tensor, valid: Tensor | None, form: Tensor | None, call: Call) -> _grouping.Space:
+        d = x.shape[-1]
+        centre = _grouping.first_row(x, valid) if self.width(d) < d and self.metric == "keys" else None
+        return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, centre, call, x.device)
 
     def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:
         return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)

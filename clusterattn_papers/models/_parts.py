@@ -31,9 +31,17 @@ class Stack(nn.Module):
     """
 
     def __init__(
-        self, method: MethodSpec, dim: int, heads: int, layers: int, *, length: int = 512,
-        mu: float = 0.1, nu: float = 0.1, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        method: MethodSpec,
+        dim: int,
+        heads: int,
+        layers: int,
+        *,
+        length: int = 512,
+        mu: float = 0.1,
+        nu: float = 0.1,
+        **options: Any,
+    ) -> None:
         super().__init__()
         chosen = as_method(method)
         self.layers: nn.Module
