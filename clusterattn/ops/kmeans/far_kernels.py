@@ -96,7 +96,9 @@ def far_kernel(
             meet(BARRIER, lead, programs * (phase - begin + 1))
 
 
-def far(held: Piece, w: Tensor | Piece, offset: Tensor | Piece, points: Tensor, p: int, c: int) -> Tensor:
+def far(
+    held: Piece, w: Tensor, offset: Tensor, best: Piece, barrier: Piece, points: Tensor, p: int, c: int
+) -> Tensor:
     """What start_kernel left of a pool of p of the points -> places in it (lead c) of those that lie far apart."""
     (b, h, _, d), device = points.shape, points.device
     lead = b * h
@@ -106,7 +108,6 @@ def far(held: Piece, w: Tensor | Piece, offset: Tensor | Piece, points: Tensor, 
     stretch = cdiv(cdiv(p, programs), tile) * tile
     programs = cdiv(p, stretch)
     gap, cell = workspace(device, ((lead, p), torch.float32), ((lead, p), torch.int32))
-    best, barrier = workspace(device, ((3, lead, c), torch.int64), ((lead,), torch.int32), zero=True)
     chosen = torch.empty(lead, c, dtype=torch.int64, device=device)
     sizes = growth(c)
     phases = len(sizes) + 1

@@ -6,6 +6,8 @@ order: the same inputs give the same bits.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -131,11 +133,13 @@ def add_up_kernel(
 
 @jit
 def start_kernel(
-    X, AT, FORM, CENTROIDS, ORIGIN, W, OFFSET, d, c, few, heads, sxb, sxh, sxn, sab, sah,
-    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr,
+    X, AT, FORM, CENTROIDS, ORIGIN, W, OFFSET, BARRIER, BEST, d, c, few, heads, picks, sxb, sxh, sxn, sab, sah,
+    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, FAR: tl.constexpr,
     BC: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The points at AT become the centroids, relative to the mean of a few, with their side of the product."""
+    """The points at AT become the centroids, relative to the mean of a few, with their side of the product.
+
+    What training counts with begins at zero: BARRIER (lead), and with FAR what cells offer, BEST (3 lead picks)."""
     lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide = dims < d
@@ -168,6 +172,11 @@ def start_kernel(
     tl.store(OFFSET + lead * c + which, tl.where(alive, offset, float("-inf")), mask=here)
     if tl.program_id(0) == 0:
         tl.store(ORIGIN + lead * d + dims, origin, mask=wide)
+        tl.store(BARRIER + lead, 0)
+    if FAR:
+        for plane in tl.static_range(3):
+            wiped = BEST + (plane * tl.num_programs(1) + lead) * picks + which
+            tl.store(wiped, tl.zeros((BC,), tl.int64), mask=which < picks)
 
 
 def why_not(points: Tensor) -> str | None:
@@ -232,25 +241,36 @@ def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: 
     return member_sums(x, order, first, x.dtype, mean=True)
 
 
-def _start(
-    points: Tensor, at: Tensor, form: Tensor | None, signs: bool, scratch: bool = False
-) -> tuple[Piece, Tensor, Tensor | Piece, Tensor | Piece]:
-    """Centroids, origin, right side and offset of the points (b h n d) at positions (b h c). scratch: nobody outside
-    will see the last two."""
-    (b, h, _, d), c = points.shape, at.shape[2]
-    lead = b * h
-    wanted = (((lead, c, d), points.dtype), ((lead, c), torch.float32))
-    centroids, *mine = workspace(points.device, ((lead, c, d), torch.float32), *(wanted if scratch else ()))
-    w, offset = mine or (torch.empty(shape, dtype=dtype, device=points.device) for shape, dtype in wanted)
-    origin = torch.empty(lead, 1, d, dtype=torch.float32, device=points.device)
-    tile, wide = 32, power(d)
-    launch(
-        start_kernel, (cdiv(c, tile), lead),
-        (points, at, points if form is None else form, centroids, origin, w, offset),
-        (d, c, min(c, FEW), h, *points.stride()[:3], *at.stride()[:2]),
-        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BA=min(128, power(c)), BD=wide, BK=min(64, wide), num_warps=4,
+class Begun(NamedTuple):
+    """What starts leave for training."""
+
+    centroids: Piece  # (lead c d), relative to the origin
+    origin: Tensor  # (lead 1 d)
+    w: Tensor  # (lead c d), their side of the product
+    offset: Tensor  # (lead c)
+    barrier: Piece  # (lead) zeros
+    best: Piece  # (3 lead picks) zeros
+
+
+def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
+    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen."""
+    (b, h, _, d), c, device = points.shape, at.shape[2], points.device
+    lead, tile, wide = b * h, 32, power(d)
+    centroids, barrier, best = workspace(
+        device, ((lead, c, d), torch.float32), ((lead,), torch.int32), ((3, lead, picks), torch.int64)
+    )
+    begun = Begun(
+        centroids, torch.empty(lead, 1, d, dtype=torch.float32, device=device),
+        torch.empty(lead, c, d, dtype=points.dtype, device=device),
+        torch.empty(lead, c, dtype=torch.float32, device=device), barrier, best,
     )  # fmt: skip
-    return centroids, origin, w, offset
+    launch(
+        start_kernel, (cdiv(c, tile), lead), (points, at, points if form is None else form, *begun),
+        (d, c, min(c, FEW), h, picks, *points.stride()[:3], *at.stride()[:2]),
+        HAS_FORM=form is not None, SIGNS=signs, FAR=picks > 0, BC=tile, BA=min(128, power(c)), BD=wide,
+        BK=min(64, wide), num_warps=4,
+    )  # fmt: skip
+    return begun
 
 
 def _positions(at: Tensor) -> Tensor:
@@ -260,8 +280,8 @@ def _positions(at: Tensor) -> Tensor:
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
     """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
     points, p = rows(points), pool_at.shape[2]
-    centroids, _, w, offset = _start(points, _positions(pool_at), _dense(form), False, scratch=True)
-    return far(centroids, w, offset, points, p, clusters)
+    begun = _start(points, _positions(pool_at), _dense(form), False, clusters)
+    return far(begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, p, clusters)
 
 
 def kmeans(
@@ -274,13 +294,11 @@ def kmeans(
     signs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     points, form, start_at = rows(points), _dense(form), _positions(start_at)
-    centroids, origin, w, offset = _start(points, start_at, form, signs)
-    assert isinstance(w, Tensor)
-    assert isinstance(offset, Tensor)
+    centroids, origin, w, offset, barrier, _ = _start(points, start_at, form, signs)
     if updates:
         train_at = None if train_at is None else _positions(train_at)
         valid = None if valid is None else valid.contiguous()
-        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, updates, signs)
+        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
     return w, offset, origin
 
 
@@ -302,5 +320,6 @@ def lloyd(
         offset.masked_fill_(~alive, float("-inf"))
         start_at = torch.where(alive, 0, -1).view(b, h, -1)  # who is alive is all that training reads of the starts
         origin = torch.zeros(b * h, 1, points.shape[3], dtype=torch.float32, device=points.device)
-        train(points, valid.contiguous(), start_at, None, None, origin, centroids, w, offset, updates, False)
+        barrier = torch.zeros(b * h, dtype=torch.int32, device=points.device)
+        train(points, valid.contiguous(), start_at, None, None, origin, centroids, w, offset, barrier, updates, False)
     return centroids

@@ -158,8 +158,8 @@ def train_kernel(
                 which = first + tl.arange(0, STRIP)
                 here, mask = which < c, (which < c)[:, None] & (dims < d)[None, :]
                 total, count = tl.zeros((STRIP, BD), tl.float32), tl.zeros((STRIP,), tl.float32)
-                for some in range(0, programs, BS):
-                    part = some + tl.arange(0, BS)
+                for start in range(0, programs, BS):
+                    part = start + tl.arange(0, BS)
                     row = (lead * programs + part[None, :]) * c + which[:, None]
                     there = (part < programs)[None, :] & here[:, None]
                     total += tl.sum(
@@ -205,10 +205,11 @@ def together(programs: int, lead: int, device: torch.device) -> int:
 
 def train(
     points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
-    origin: Tensor, centroids: Tensor | Piece, w: Tensor, offset: Tensor, updates: int, signs: bool,
+    origin: Tensor, centroids: Tensor | Piece, w: Tensor, offset: Tensor, barrier: Tensor | Piece, updates: int,
+    signs: bool,
 ) -> None:  # fmt: skip
     """``updates`` rounds over the points (b h n d) at train_at (b h s), or over all valid (lead n) ones: the centroids
-    (lead c d), their side w of the product and their offset (lead c) move in place."""
+    (lead c d), their side w of the product and their offset (lead c) move in place. barrier (lead): zeros."""
     (b, h, n, d), c, device = points.shape, start_at.shape[2], points.device
     lead = b * h
     rows = n if train_at is None else train_at.shape[2]
@@ -224,8 +225,6 @@ def train(
         device, ((lead, 1 if one else rows), torch.int32), ((lead, programs, c, d), torch.float32),
         ((lead, programs, c), torch.float32),
     )  # fmt: skip
-    alone = programs == 1
-    barrier = counts if alone else torch.zeros(lead, dtype=torch.int32, device=device)
     tensors = (
         points, start_at, train_at if train_at is not None else start_at, points if valid is None else valid,
         points if form is None else form, origin, centroids, w, offset, labels, sums, counts, barrier,
@@ -241,5 +240,5 @@ def train(
             HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, HAS_FORM=form is not None,
             SIGNS=signs, ONE_BLOCK=one, BN=tile, BC=block, BS=min(4, power(programs, least=1)), BD=wide,
             BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=8, num_stages=1,
-            launch_cooperative_grid=not alone,
+            launch_cooperative_grid=programs > 1,
         )  # fmt: skip
