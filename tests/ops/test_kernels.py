@@ -175,6 +175,6 @@ def test_triton_refuses_what_it_cannot_serve() -> None:
 
 @pytest.mark.skipif(not INTERPRETING, reason="only an interpreter could be taken by mistake")
 def test_auto_never_interprets() -> None:
-    from clusterattn.ops._jit import use_kernel
+    from clusterattn.ops._backends import serving
 
-    assert not use_kernel("coarse", "auto", None)
+    assert serving("take", "auto", torch.zeros(1, 1, 4, 4, device=DEVICE)) == "reference"
