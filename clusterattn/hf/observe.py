@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from .._layer_call import Call
 from ..methods import Exact
-from .calls import Call
 from .register import NAME, STAMP, Stamp, by_config
 from .swap import Found, attach, find, make_stamp, plain, put_back
 

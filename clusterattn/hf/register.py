@@ -8,8 +8,6 @@ that are the models that can be swapped.
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,11 +19,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from .._layer_call import Call
 from .._plan import LayerPlan, check_exact_below
+from .._report import say_once
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
-from .calls import Call
 
 NAME = "clusterattn"  # every layer, by the method that the config names or else Refined()
 SWAPPED = "clusterattn_swapped"  # only the layers that ``swap`` has stamped; the others stay exact
@@ -33,7 +32,6 @@ STAMP = "_clusterattn"  # the attribute of an attention module that holds its St
 
 _sdpa = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
 _sdpa_mask = AttentionMaskInterface()["sdpa"]  # type: ignore[no-untyped-call]
-_log = logging.getLogger("clusterattn")
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ def _attend(
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:
-            _say_once(stamp.name or type(module).__name__, obstacle)
+            say_once(stamp.name or type(module).__name__, obstacle)
         out, weights = _exact(stamp, module, call, mask, dropout, extra)
     else:
         out = call.answer().transpose(1, 2).contiguous()
@@ -219,16 +217,6 @@ def _obstacle(
 def _wants_weights(module: torch.nn.Module, extra: dict[str, Any]) -> bool:
     asked = extra.get("output_attentions")
     return bool(getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked)
-
-
-@functools.cache
-def _say_once_for_all(layer: str, reason: str) -> None:
-    _log.warning("%s stays exact: %s", layer, reason)
-
-
-def _say_once(layer: str, reason: str) -> None:
-    if not torch.compiler.is_compiling():
-        _say_once_for_all(layer, reason)
 
 
 # ---------------------------------------------------------------------------------------------------- exact

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -13,40 +12,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
 from .._plan import LayerPlan, Plan, check_exact_below
+from .._report import Report, Row, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
 from ..methods import method as as_method
 from .register import STAMP, SWAPPED, Stamp
 
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
-
-
-class Row(NamedTuple):
-    layer: str
-    method: str  # in short form, or "exact"
-    reason: str  # why it stays exact, or ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What ``swap`` did, layer by layer. Its text is a table."""
-
-    rows: tuple[Row, ...]
-    exact_below: int = 0
-
-    @property
-    def swapped(self) -> list[str]:
-        return [row.layer for row in self.rows if not row.reason]
-
-    @property
-    def kept(self) -> list[str]:
-        return [row.layer for row in self.rows if row.reason]
-
-    def __str__(self) -> str:
-        wide = max((len(row.layer) for row in self.rows), default=0)
-        lines = [f"{row.layer:<{wide}}  {row.method}" + (f": {row.reason}" if row.reason else "") for row in self.rows]
-        told = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
-        return "\n".join([*lines, told + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
 
 
 def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None = None) -> Report:
@@ -91,13 +63,6 @@ def restore(model: nn.Module) -> None:
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention modules that can be swapped, by their names in ``model.named_modules()``."""
     return {each.name: each.module for each in find(plain(model)) if not why_exact(each)}
-
-
-def text(method: LayerPlan) -> str:
-    """A layer's method in short form; several heads' as "refined ×3, exact ×9"."""
-    if isinstance(method, Method):
-        return str(method)
-    return ", ".join(f"{each} ×{method.count(each)}" for each in dict.fromkeys(method))
 
 
 # ---------------------------------------------------------------------------------------------------- finding
