@@ -64,7 +64,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs more than torch is imported when it is first used: ``ca.hf`` transformers, ``ca.train`` accelerate."""
-    if name in ("hf", "models", "reproduce", "tasks", "train"):
+    if name in ("hf", "hosts", "models", "reproduce", "tasks", "train"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .._layer_call import Call
-from .._plan import LayerPlan, check_exact_below
+from .._plan import LayerPlan, check_exact_below, is_plan
 from .._report import say_once
 from .._types import Method
 from ..methods import Exact, Refined
@@ -131,6 +131,9 @@ def by_config(module: torch.nn.Module) -> Stamp:
     """``config.clusterattn``: a method's name, short form or dict; its dict may also say exact_below."""
     config = getattr(module, "config", None)
     hint = getattr(config, "clusterattn", None)
+    if is_plan(hint):
+        say_once(type(module).__name__, "its config holds a plan, which goes by the names of layers: ca.hf.swap(model)")
+        return _EXACT
     alone = not (getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
     below = hint.get("exact_below", 0) if isinstance(hint, dict) else 0
     check_exact_below(below)

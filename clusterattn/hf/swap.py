@@ -11,20 +11,22 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below
+from .._plan import LayerPlan, Plan, check_exact_below, named
 from .._report import Report, Row, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
 from ..methods import method as as_method
 from .register import STAMP, SWAPPED, Stamp
 
+HOST = "transformers"  # in plans
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
 
 
-def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None = None) -> Report:
+def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_below: int | None = None) -> Report:
     """Let a method, or a plan's methods, answer for the model's attention layers. Nothing but attributes changes.
 
     model        a transformers model that uses the attention interface, or a module that holds some
+    method       None: the plan that came with the model, in its config or in its folder (see ``Plan``)
     exact_below  shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
 
     Layers that no method can honour stay exact, and the report says why. Swapping again replaces the first swap.
@@ -37,13 +39,16 @@ def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None
             f"{type(model).__name__}, where no layer does",
             "another model; the method itself is ca.attention",
         )
+    if method is None:
+        method = Plan.of(model)
+    names = [each.name for each in found]
     if isinstance(method, Plan):
-        wanted, below = _by_plan(method, found), method.exact_below
+        wanted, below, kind = named(method.for_host(HOST), names), method.exact_below, method.kind
     else:
-        wanted, below = dict.fromkeys((each.name for each in found), as_method(method)), 0
+        wanted, below, kind = dict.fromkeys(names, as_method(method)), 0, ""
     below = below if exact_below is None else exact_below
     check_exact_below(below)
-    stamps = [make_stamp(each, wanted.get(each.name, Exact()), below) for each in found]
+    stamps = [make_stamp(each, wanted.get(each.name, Exact()), below, kind) for each in found]
 
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)
@@ -140,8 +145,11 @@ def _window(module: Any, config: Any) -> str:
     return f"its keys are limited (sliding window of {size})" if size not in (None, 0, -1) else ""
 
 
-def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
+def make_stamp(each: Found, method: LayerPlan, exact_below: int, kind: str = "") -> Stamp:
+    """``kind``: of the calls that a plan was made for."""
     why = why_exact(each) or _why_not(each, method)
+    if kind == ("self" if _is_cross(each) else "cross") and not why:
+        why = f"the plan was made for {kind}-attention"
     already = getattr(each.module, STAMP, None)  # a second swap must remember what was there before the first
     eager = already.eager if already else each.module.config._attn_implementation == "eager"
     alone = not _is_cross(each) and "decoder" not in each.name
@@ -162,21 +170,6 @@ def _why_not(each: Found, methods: LayerPlan) -> str:
     if not isinstance(methods, Method) and heads not in (None, len(methods)):
         raise bad_value(f"a method for each of {heads} heads of {each.name}", f"{len(methods)}", "one for all heads")
     return ""
-
-
-def _by_plan(plan: Plan, found: list[Found]) -> dict[str, LayerPlan]:
-    """The plan's methods under this model's names: a model with a head and the same without one share a plan."""
-    names = [each.name for each in found]
-    wanted: dict[str, LayerPlan] = {}
-    for planned, method in plan.layers.items():
-        alike = [name for name in names if name == planned]
-        alike = alike or [name for name in names if name.endswith("." + planned) or planned.endswith("." + name)]
-        if len(alike) != 1:
-            raise bad_value(
-                f"a plan for layers of this model: {', '.join(names[:3])}, ...", repr(planned), "ca.hf.layers(model)"
-            )
-        wanted[alike[0]] = method
-    return wanted
 
 
 # ---------------------------------------------------------------------------------------------------- configs
