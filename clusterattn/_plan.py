@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from ._errors import bad_type, bad_value, check_choice, check_whole
 from ._types import Method
+from .methods import MethodSpec
 from .methods import method as as_method
 
 VERSION = 1
@@ -150,7 +151,40 @@ def _file(path: str | Path) -> Path:
     return path / FILE if path.is_dir() else path
 
 
-def named(plan: Plan, names: list[str]) -> dict[str, LayerPlan]:
+class Chosen(NamedTuple):
+    """What a swap puts where."""
+
+    layers: dict[str, LayerPlan]
+    exact_below: int
+    kind: str  # of the calls that it was made for
+
+    def why_exact(self, name: str, cross: bool) -> str:
+        """Why a layer stays exact if nothing else keeps it; "" where it does not."""
+        if name not in self.layers:
+            return "the plan does not name it"
+        made_for_other = self.kind == ("self" if cross else "cross")
+        return f"the plan was made for {self.kind}-attention" if made_for_other else ""
+
+
+def choose(
+    method: MethodSpec | Plan | None, model: Any, host: str, names: Sequence[str], exact_below: int | None,
+    usual: int = 0,
+) -> Chosen:  # fmt: skip
+    """A method for all layers of these names, a plan's methods for those that it names, or None: the model's own plan.
+
+    exact_below  None: as the plan says, or ``usual`` for a method
+    """
+    method = Plan.of(model) if method is None else method
+    if isinstance(method, Plan):
+        found = Chosen(_named(method.for_host(host), names), method.exact_below, method.kind)
+    else:
+        found = Chosen(dict.fromkeys(names, as_method(method)), usual, "")
+    below = found.exact_below if exact_below is None else exact_below
+    check_exact_below(below)
+    return found._replace(exact_below=below)
+
+
+def _named(plan: Plan, names: Sequence[str]) -> dict[str, LayerPlan]:
     """The plan's methods under a model's names: a model with a head and the same without one share a plan."""
     wanted: dict[str, LayerPlan] = {}
     for planned, method in plan.layers.items():

@@ -11,11 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below, named
+from .._plan import LayerPlan, Plan, choose
 from .._report import Report, Row, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
-from ..methods import method as as_method
 from .register import STAMP, SWAPPED, Stamp
 
 HOST = "transformers"  # in plans
@@ -39,22 +38,16 @@ def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_bel
             f"{type(model).__name__}, where no layer does",
             "another model; the method itself is ca.attention",
         )
-    if method is None:
-        method = Plan.of(model)
-    names = [each.name for each in found]
-    if isinstance(method, Plan):
-        wanted, below, kind = named(method.for_host(HOST), names), method.exact_below, method.kind
-    else:
-        wanted, below, kind = dict.fromkeys(names, as_method(method)), 0, ""
-    below = below if exact_below is None else exact_below
-    check_exact_below(below)
-    stamps = [make_stamp(each, wanted.get(each.name, Exact()), below, kind) for each in found]
+    chosen = choose(method, model, HOST, [each.name for each in found], exact_below)
+    below = chosen.exact_below
+    reasons = [chosen.why_exact(each.name, _is_cross(each)) for each in found]
+    methods = [Exact() if why else chosen.layers[each.name] for each, why in zip(found, reasons, strict=True)]
+    stamps = [make_stamp(each, method, below) for each, method in zip(found, methods, strict=True)]
 
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)
     setattr(model, BEFORE, [pair for pair in before if pair[1] != SWAPPED])  # the others another swap will put back
-    unnamed = {each.name: "the plan does not name it" for each in found if each.name not in wanted}
-    rows = (Row(s.name, text(s.method), s.why_exact or unnamed.get(s.name, "")) for s in stamps)
+    rows = (Row(s.name, text(s.method), s.why_exact or why) for s, why in zip(stamps, reasons, strict=True))
     return Report(tuple(rows), below)
 
 
@@ -145,11 +138,8 @@ def _window(module: Any, config: Any) -> str:
     return f"its keys are limited (sliding window of {size})" if size not in (None, 0, -1) else ""
 
 
-def make_stamp(each: Found, method: LayerPlan, exact_below: int, kind: str = "") -> Stamp:
-    """``kind``: of the calls that a plan was made for."""
+def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
     why = why_exact(each) or _why_not(each, method)
-    if kind == ("self" if _is_cross(each) else "cross") and not why:
-        why = f"the plan was made for {kind}-attention"
     already = getattr(each.module, STAMP, None)  # a second swap must remember what was there before the first
     eager = already.eager if already else each.module.config._attn_implementation == "eager"
     alone = not _is_cross(each) and "decoder" not in each.name

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below, named
+from .._plan import LayerPlan, Plan, check_exact_below, choose
 from .._report import Row, text
 from ..methods import Exact, MethodSpec
 from ..methods import method as as_method
@@ -109,23 +109,20 @@ def swap(
     """
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     found = _layers(inner)
-    method = Plan.of(inner) if method is None else method
-    if isinstance(method, Plan):
-        wanted, below, kind = named(method.for_host(HOST), list(found)), method.exact_below, method.kind
-        cross = kind != "self" if cross is None else cross
-    else:
-        wanted, below, kind = dict.fromkeys(found, as_method(method)), MIN_LENGTH, ""
-    below = below if min_length is None else min_length
+    chosen = choose(method, inner, HOST, list(found), min_length, MIN_LENGTH)
+    if cross is None:  # a plan that names a layer for cross-attention means it
+        cross = method is None or isinstance(method, Plan)
     dense = _dense(dense_layers, found)
     steps = _steps(inner, dense_steps)
     served = Served()
     rows, choices = [], {}
     for name, layer in found.items():
-        reason = _why_exact(name, _is_cross(layer), wanted, dense, bool(cross), kind)
-        choices[name] = Exact() if reason else wanted[name]
+        reason = "a dense layer" if name in dense else chosen.why_exact(name, _is_cross(layer))
+        reason = reason or ("cross-attention" if _is_cross(layer) and not cross else "")
+        choices[name] = Exact() if reason else chosen.layers[name]
         rows.append(Row(name, text(choices[name]), reason))
     backends = {
-        each: _backend(each, below, exact_rows, _is_joint(inner), bool(cross), steps, served)
+        each: _backend(each, chosen.exact_below, exact_rows, _is_joint(inner), cross, steps, served)
         for each in dict.fromkeys(choices.values())
     }
 
@@ -142,7 +139,7 @@ def swap(
     if steps is not None:
         undo.append(model.register_forward_pre_hook(partial(_see, steps), with_kwargs=True).remove)
     setattr(inner, SWAPPED, undo)
-    return Swapped(tuple(rows), below, served)
+    return Swapped(tuple(rows), chosen.exact_below, served)
 
 
 def restore(model: nn.Module) -> None:
@@ -191,18 +188,6 @@ def _dense(given: Iterable[int | str], found: dict[str, Any]) -> set[str]:
             wanted = f"dense_layers by name ({alone[0]}, ...) or position below {len(alone)}"
             raise bad_value(wanted, repr(each), f"dense_layers=[0, {alone[-1]!r}]")
     return dense
-
-
-def _why_exact(
-    name: str, is_cross: bool, wanted: dict[str, LayerPlan], dense: set[str], cross: bool, kind: str
-) -> str:
-    if name in dense:
-        return "a dense layer"
-    if name not in wanted:
-        return "the plan does not name it"
-    if kind == ("self" if is_cross else "cross"):
-        return f"the plan was made for {kind}-attention"
-    return "cross-attention" if is_cross and not cross else ""
 
 
 # ---------------------------------------------------------------------------------------------------- steps

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from .._errors import bad_type, bad_value
 from .._layer_call import Call
-from .._plan import LayerPlan, Plan, check_exact_below, named
+from .._plan import LayerPlan, Plan, choose
 from .._report import Row, say_once, text
 from .._types import Method
 from ..methods import Exact, MethodSpec
-from ..methods import method as as_method
 from ._served import Served, Swapped
 
 HOST = "vggt"  # in plans
@@ -106,17 +105,12 @@ def swap(
     if not isinstance(model, nn.Module):
         raise bad_type("a model (torch.nn.Module)", type(model).__name__, "VGGT.from_pretrained(...)")
     found = _found(model, None if blocks is None else list(blocks))
-    method = Plan.of(model) if method is None else method
-    if isinstance(method, Plan):
-        wanted, below, kind = named(method.for_host(HOST), list(found)), method.exact_below, method.kind
-    else:
-        wanted, below, kind = dict.fromkeys(found, as_method(method)), EXACT_BELOW, ""
-    below = below if exact_below is None else exact_below
-    check_exact_below(below)
+    chosen = choose(method, model, HOST, list(found), exact_below, EXACT_BELOW)
+    below = chosen.exact_below
     served, rows, stamps = Served(), [], {}
     for name, attn in found.items():
-        given = wanted.get(name, Exact())
-        reason = _why_plain(attn, given, kind) if name in wanted else "the plan does not name it"
+        given = chosen.layers.get(name, Exact())
+        reason = chosen.why_exact(name, cross=False) or _why_plain(attn, given)
         rows.append(Row(name, "exact" if reason else text(given), reason))
         if not reason:
             stamps[name] = Stamp(name, given, below, served)
@@ -150,10 +144,8 @@ def _found(model: nn.Module, blocks: list[nn.Module] | None) -> dict[str, Any]:
     return found
 
 
-def _why_plain(plain: nn.Module, method: LayerPlan, kind: str) -> str:
+def _why_plain(plain: nn.Module, method: LayerPlan) -> str:
     """What keeps the host's module in its place; "" if nothing does."""
-    if kind == "cross":
-        return "the plan was made for cross-attention"
     missing = [part for part in ("qkv", "proj", "proj_drop") if not isinstance(getattr(plain, part, None), nn.Module)]
     missing += [word for word in ("num_heads", "scale") if not hasattr(plain, word)]
     if missing:

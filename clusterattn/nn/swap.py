@@ -7,11 +7,10 @@ import re
 from torch import nn
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below, named
+from .._plan import LayerPlan, Plan, choose
 from .._report import Report, Row, text
 from .._types import Method
 from ..methods import Exact, MethodSpec
-from ..methods import method as as_method
 from .attention import MultiheadAttention
 
 HOST = "torch"  # in plans
@@ -38,17 +37,14 @@ def swap(module: nn.Module, method: MethodSpec | Plan, *, exact_below: int | Non
     if not places:
         got = f"{type(module).__name__} without one"
         raise bad_value("a module with nn.MultiheadAttention in it", got, "ca.hf.swap for models of transformers")
-    if isinstance(method, Plan):
-        wanted, below, kind = named(method.for_host(HOST), list(places)), method.exact_below, method.kind
-    else:
-        wanted, below, kind = dict.fromkeys(places, as_method(method)), 0, ""
-    below = below if exact_below is None else exact_below
-    check_exact_below(below)
+    chosen = choose(method, module, HOST, list(places), exact_below)
+    below = chosen.exact_below
     made: dict[int, nn.Module] = {}  # one that stands in several places stays one
     rows = []
     for name, old in places.items():
-        given = wanted.get(name, Exact())
-        reason = _why_not(name, old, given, kind) if name in wanted else "the plan does not name it"
+        given = chosen.layers.get(name, Exact())
+        cross = bool(CROSS.search(name))
+        reason = chosen.why_exact(name, cross) or _why_not(name, old, given, cross)
         rows.append(Row(name, "exact" if reason else text(given), reason))
         made.setdefault(id(old), _plain(old) if reason else _swapped(old, given, below))
     for name, old in places.items():  # from here on nothing can fail
@@ -88,13 +84,10 @@ def _swapped(old: nn.Module, method: LayerPlan, exact_below: int) -> nn.Module:
     return MultiheadAttention.from_torch(plain, method, exact_below=exact_below, exact_if_needed=True)
 
 
-def _why_not(name: str, old: nn.Module, method: LayerPlan, kind: str) -> str:
+def _why_not(name: str, old: nn.Module, method: LayerPlan, cross: bool) -> str:
     """What keeps torch's own module in its place; "" if nothing does."""
     if not isinstance(method, Method):
         raise bad_value(f"one method for all heads of {name}", f"{len(method)}", "a plan made with heads=False")
-    cross = bool(CROSS.search(name))
-    if kind == ("self" if cross else "cross"):
-        return f"the plan was made for {kind}-attention"
     if isinstance(old, nn.MultiheadAttention):
         if type(old) is not nn.MultiheadAttention:
             return f"{type(old).__name__} is a class of its own"
