@@ -1,4 +1,4 @@
-"""The hall: check once, build the mask, choose the verbs, show the call to its room. Nobody behind it checks again."""
+"""The one call: check once, build the mask, choose the verbs, run the recipe. Nobody behind it checks again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .methods import MethodSpec
 from .methods import method as as_method
 from .ops import choose
 
+DEFAULT = "refined"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORDS = {  # SDPA's, and what they are here
     "is_causal": "causal=, which puts the last query beside the last key (SDPA the first beside the first)",
@@ -26,7 +27,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    method: MethodSpec = "refined",
+    method: MethodSpec = DEFAULT,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -63,28 +64,30 @@ def attention(
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
-    room = as_method(method)
+    recipe = as_method(method)
     q, k, v = _cast(q, k, v)
-    call = _call(room, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
-    call = _with_extras(call, room, q, k, attn_mask, dropout_p, state, return_lse, return_state)
+    recipe = _filled(recipe, q, k, v, causal)
+    call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
     if q.shape[2] == 0 or k.shape[2] == 0:
         return _pack(_nothing(q, v), state, return_lse, return_state)
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
-            fresh, state = room.group(wiped[0], wiped[1], call)
+            fresh, state = recipe.group(wiped[0], wiped[1], replace(call, values=wiped[2].detach()))
         if groups is None:
-            answer = room.attend(*wiped, fresh, replace(call, fresh=True))
+            answer = recipe.attend(*wiped, fresh, replace(call, fresh=True))
         else:
-            answer = room.attend(*wiped, _known(room, groups, q, k), call)
+            answer = recipe.attend(*wiped, _known(recipe, groups, q, k), call)
     return _pack(_finish(answer, v.dtype, call.mask.queries), state, return_lse, return_state)
 
 
 def groups(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None = None,
     *,
-    method: MethodSpec = "refined",
+    method: MethodSpec = DEFAULT,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -96,28 +99,41 @@ def groups(
     state: Any = None,
     points: Tensor | None = None,
 ) -> Groups:
-    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make."""
-    room = as_method(method)
-    q, k, _ = _cast(q, k, k)
-    call = _call(room, q, k, k, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
-    call = _with_extras(call, room, q, k, None, 0.0, state, False, False)
+    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make.
+
+    v is wanted where keys are grouped beside their values: for ``Refined`` with parts.
+    """
+    recipe = as_method(method)
+    q, k, v_ = _cast(q, k, k if v is None else v)
+    recipe = _filled(recipe, q, k, v_, causal)
+    call = _call(recipe, q, k, v_, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, recipe, q, k, None, 0.0, state, False, False)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return room.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
+        values = None if v is None else _wipe(v_, call.mask.keys)
+        call = replace(call, values=values)
+        return recipe.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
 
 
-def attention_matrix(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Tensor:
     """The dense weights (b h n m) that a method really applies, for maps and tests. Takes the options of ``attention``.
 
-    Every method is linear in v, so the answer to v = identity is the matrix itself.
+    Given the groups every method is linear in v, so the answer to v = identity is the matrix itself. Rows sum to one;
+    with a slope (see Refined) single weights may be negative. v is wanted where keys are grouped beside their values,
+    and for sizes that follow its width.
     """
-    if q.dim() == 4 and k.dim() == 4:
-        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    else:
-        identity = k  # the hall will say what is wrong with these
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
             raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
-    out: Tensor = attention(q, k, identity, **options)
+    if q.dim() != 4 or k.dim() != 4:
+        return attention(q, k, k, **options)  # type: ignore[no-any-return]  # `attention` will say what is wrong with these
+    recipe = as_method(options.pop("method", DEFAULT))
+    recipe = _filled(recipe, q, k, k if v is None else v, options.get("causal", False))
+    if v is not None and options.get("groups") is None and recipe.groups_type is not None:
+        only = {"attn_mask", "dropout_p", "groups"}
+        asked = {name: value for name, value in options.items() if name not in only}
+        options["groups"] = groups(q, k, v, method=recipe, **asked)
+    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    out: Tensor = attention(q, k, identity, method=recipe, **options)
     return out
 
 
@@ -149,8 +165,14 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Method:
+    """The recipe with its open sizes chosen for this shape; shapes that do not agree are refused later."""
+    (h, n, d), (hk, m), e = q.shape[1:], k.shape[1:3], v.shape[3]
+    return recipe.at(n, m, d, e, causal=bool(causal), group=h // max(hk, 1))
+
+
 def _call(
-    room: Method, q: Tensor, k: Tensor, v: Tensor,
+    recipe: Method, q: Tensor, k: Tensor, v: Tensor,
     key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
     scale: float | None, generator: torch.Generator | None, seed: int | Tensor, backend: str, points: Tensor | None,
 ) -> Call:  # fmt: skip
@@ -169,9 +191,9 @@ def _call(
         )
     if d == 0:
         raise bad_value("a head dimension d of at least 1", tuple(q.shape), "checking the order of dimensions")
-    if room.self_only and n != m:
+    if recipe.self_only and n != m:
         raise bad_value(
-            f"as many keys as queries: {type(room).__name__} is self-attention only",
+            f"as many keys as queries: {type(recipe).__name__} is self-attention only",
             f"n={n}, m={m}",
             "Refined, Improved, Clustered or Smyrf for cross-attention",
         )
@@ -229,7 +251,7 @@ def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.dev
 
 def _with_extras(
     call: Call,
-    room: Method,
+    recipe: Method,
     q: Tensor,
     k: Tensor,
     attn_mask: Tensor | None,
@@ -238,7 +260,7 @@ def _with_extras(
     lse: bool,
     keep_state: bool,
 ) -> Call:
-    exact = room.name == "exact"
+    exact = recipe.name == "exact"
     if attn_mask is not None and not exact:
         raise bad_value(
             "no attn_mask: clustering cannot honour a dense mask or an additive bias",
@@ -249,16 +271,16 @@ def _with_extras(
         raise bad_value("dropout_p in [0, 1)", dropout_p, "dropout_p=0.0")
     if dropout_p > 0.0 and not exact:
         raise bad_value(
-            f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out",
+            f"dropout_p=0.0: {type(recipe).__name__} never holds the weights that dropout would thin out",
             dropout_p,
             "dropout on the output, or method=ca.Exact()",
         )
-    if (state is not None or keep_state) and not room.stateful:
+    if (state is not None or keep_state) and not recipe.stateful:
         raise bad_value(
-            "a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state"
+            "a method with state (Routing, ClusterFormer)", type(recipe).__name__, "leaving out state and return_state"
         )
-    if call.points is not None and room.name != "clusterformer":
-        raise bad_value("points only with method=ClusterFormer", type(room).__name__, "leaving out points")
+    if call.points is not None and recipe.name != "clusterformer":
+        raise bad_value("points only with method=ClusterFormer", type(recipe).__name__, "leaving out points")
     if attn_mask is not None:
         try:
             torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))  # type: ignore[no-untyped-call]
@@ -268,13 +290,13 @@ def _with_extras(
     return replace(call, lse=lse, state=state, keep_state=keep_state, attn_mask=attn_mask, dropout_p=dropout_p)
 
 
-def _known(room: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
+def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
     """Groups handed in by the caller must be of this method's kind and of this call's shape."""
-    wanted = room.groups_type
+    wanted = recipe.groups_type
     if wanted is None or not isinstance(groups, wanted):
         name = "no groups" if wanted is None else wanted.__name__
         raise bad_type(
-            f"{name} for {type(room).__name__}",
+            f"{name} for {type(recipe).__name__}",
             type(groups).__name__,
             "ca.groups(q, k, method=...) with the same method",
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Union
 
 from ._errors import bad_type, bad_value, check_choice, check_whole
+from ._files import write_whole
 from ._types import Method
 from .methods import MethodSpec
 from .methods import method as as_method
@@ -84,8 +85,6 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan, under its usual name if ``path`` is a folder; nobody ever sees half of it."""
-        from .measure.rows import write_whole
-
         return write_whole(_file(path), json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
@@ -206,5 +205,5 @@ def _layer(name: object, given: Any) -> LayerPlan:
     if not isinstance(given, (list, tuple)):
         return as_method(given)
     if not given:
-        raise bad_value(f"methods for the heads of {name}", "none", 'one method, or one for each query head')
+        raise bad_value(f"methods for the heads of {name}", "none", "one method, or one for each query head")
     return tuple(as_method(each) for each in given)

@@ -15,7 +15,7 @@ from ._types import Method
 _log = logging.getLogger("clusterattn")
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     layer: str
     method: str  # in short form, or "exact"
     reason: str  # why it stays exact, or ""
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 class Report:
     """What a swap did, layer by layer. Its text is a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     exact_below: int = 0
 
     @property
@@ -39,8 +39,8 @@ class Report:
     def __str__(self) -> str:
         wide = max((len(row.layer) for row in self.rows), default=0)
         lines = [f"{row.layer:<{wide}}  {row.method}" + (f": {row.reason}" if row.reason else "") for row in self.rows]
-        told = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
-        return "\n".join([*lines, told + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
+        summary = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
+        return "\n".join([*lines, summary + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
 
 
 def text(method: LayerPlan) -> str:
@@ -50,12 +50,12 @@ def text(method: LayerPlan) -> str:
     return ", ".join(f"{each} ×{method.count(each)}" for each in dict.fromkeys(method))
 
 
-def say_once(layer: str, reason: str) -> None:
+def log_once(layer: str, reason: str) -> None:
     """Log why a layer that a method was to serve is exact after all, the first time; compiled code says nothing."""
     if not torch.compiler.is_compiling():
-        _say(layer, reason)
+        _logged(layer, reason)
 
 
 @functools.cache
-def _say(layer: str, reason: str) -> None:
+def _logged(layer: str, reason: str) -> None:
     _log.warning("%s stays exact: %s", layer, reason)

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from .._layer_call import Call
+from .._layer_call import LayerCall
 from .._plan import LayerPlan, check_exact_below, is_plan
-from .._report import say_once
+from .._report import log_once
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
@@ -44,7 +44,7 @@ class Stamp:
     why_exact: str = ""  # what is known beforehand to keep this layer exact
     eager: bool = False  # exact means the model's own plain attention, which it used before, and not SDPA
     self_attention: bool = True  # surely: the padding of keys is the padding of queries
-    watch: Callable[[str, Call], None] | None = None
+    watch: Callable[[str, LayerCall], None] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -76,9 +76,15 @@ def mask(
         if q_length not in (1, kv_length):
             options["allow_is_causal_skip"] = False  # SDPA would take "no mask" as causal from the top left
         dense: Tensor | None = _sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **options,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **options,
+        )
         return dense
     keys = attention_mask
     if keys is not None:
@@ -132,7 +138,7 @@ def by_config(module: torch.nn.Module) -> Stamp:
     config = getattr(module, "config", None)
     hint = getattr(config, "clusterattn", None)
     if is_plan(hint):
-        say_once(type(module).__name__, "its config holds a plan, which goes by the names of layers: ca.hf.swap(model)")
+        log_once(type(module).__name__, "its config holds a plan, which goes by the names of layers: ca.hf.swap(model)")
         return _EXACT
     alone = not (getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
     below = hint.get("exact_below", 0) if isinstance(hint, dict) else 0
@@ -162,11 +168,11 @@ def _attend(
     n, m = query.shape[2], key.shape[2]
     obstacle = stamp.why_exact or _obstacle(stamp, module, mask, dropout, causal, n, m, extra)
     method = Exact() if obstacle or n == 1 or min(n, m) < stamp.exact_below else stamp.method
-    call = Call(query, key, value, keys, _query_mask(stamp, keys, causal, n, m), causal, scaling, method)
+    call = LayerCall(query, key, value, keys, _query_mask(stamp, keys, causal, n, m), causal, scaling, method)
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:
-            say_once(stamp.name or type(module).__name__, obstacle)
+            log_once(stamp.name or type(module).__name__, obstacle)
         out, weights = _exact(stamp, module, call, mask, dropout, extra)
     else:
         out = call.answer().transpose(1, 2).contiguous()
@@ -196,9 +202,15 @@ EAGER = ("softcap", "s_aux", "indices", "block_indices", "head_mask")  # what SD
 
 
 def _obstacle(
-    stamp: Stamp, module: torch.nn.Module, mask: Tensor | None, dropout: float, causal: bool, n: int, m: int,
+    stamp: Stamp,
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    n: int,
+    m: int,
     extra: dict[str, Any],
-) -> str:  # fmt: skip
+) -> str:
     """What keeps the stamp's method from serving this call, known only now; "" if nothing does."""
     if mask is not None and not (mask.dim() == 2 and mask.dtype == torch.bool):
         return "the mask says more than padding and causality (packed sequences, a window, or one that was handed in)"
@@ -226,7 +238,7 @@ def _wants_weights(module: torch.nn.Module, extra: dict[str, Any]) -> bool:
 
 
 def _exact(
-    stamp: Stamp, module: torch.nn.Module, call: Call, mask: Tensor | None, dropout: float, extra: dict[str, Any]
+    stamp: Stamp, module: torch.nn.Module, call: LayerCall, mask: Tensor | None, dropout: float, extra: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """What the layer would have done: the functions of transformers themselves, with the mask that they expect."""
     plain = stamp.eager or _wants_weights(module, extra) or any(extra.get(name) is not None for name in EAGER)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
 from .._plan import LayerPlan, Plan, choose
-from .._report import Report, Row, text
+from .._report import LayerRow, Report, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
 from .register import STAMP, SWAPPED, Stamp
@@ -47,7 +47,7 @@ def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_bel
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)
     setattr(model, BEFORE, [pair for pair in before if pair[1] != SWAPPED])  # the others another swap will put back
-    rows = (Row(s.name, text(s.method), s.why_exact or why) for s, why in zip(stamps, reasons, strict=True))
+    rows = (LayerRow(s.name, text(s.method), s.why_exact or why) for s, why in zip(stamps, reasons, strict=True))
     return Report(tuple(rows), below)
 
 
@@ -66,7 +66,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 # ---------------------------------------------------------------------------------------------------- finding
 
 
-class Found(NamedTuple):
+class FoundLayer(NamedTuple):
     name: str
     module: Any  # an nn.Module; its attributes differ from model to model
     owner: PreTrainedModel  # the model that it is a part of
@@ -78,7 +78,7 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)  # what torch.compile wrapped
 
 
-def find(model: nn.Module) -> list[Found]:
+def find(model: nn.Module) -> list[FoundLayer]:
     """Every module that asks the attention interface, in order."""
     owners: dict[str, PreTrainedModel] = {}
     found = []
@@ -88,7 +88,7 @@ def find(model: nn.Module) -> list[Found]:
         if _asks_interface(type(module)) and isinstance(getattr(module, "config", None), PretrainedConfig):
             inside = [at for at in owners if not at or name == at or name.startswith(at + ".")]
             if inside:
-                found.append(Found(name, module, owners[max(inside, key=len)]))
+                found.append(FoundLayer(name, module, owners[max(inside, key=len)]))
     return found
 
 
@@ -101,14 +101,14 @@ def _asks_interface(kind: type[nn.Module]) -> bool:
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 
 
-def _is_cross(each: Found) -> bool:
+def _is_cross(each: FoundLayer) -> bool:
     return bool(CROSS.search(each.name) or CROSS.search(type(each.module).__name__))
 
 
 # ---------------------------------------------------------------------------------------------------- what stays exact
 
 
-def why_exact(each: Found) -> str:
+def why_exact(each: FoundLayer) -> str:
     """What is known beforehand to keep a layer exact, whatever the method; "" if nothing is."""
     module, config = each.module, each.module.config
     if not hasattr(module, "is_causal"):
@@ -138,7 +138,7 @@ def _window(module: Any, config: Any) -> str:
     return f"its keys are limited (sliding window of {size})" if size not in (None, 0, -1) else ""
 
 
-def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
+def make_stamp(each: FoundLayer, method: LayerPlan, exact_below: int) -> Stamp:
     why = why_exact(each) or _why_not(each, method)
     already = getattr(each.module, STAMP, None)  # a second swap must remember what was there before the first
     eager = already.eager if already else each.module.config._attn_implementation == "eager"
@@ -146,7 +146,7 @@ def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
     return Stamp(each.name, Exact() if why else method, exact_below, why, eager, alone)
 
 
-def _why_not(each: Found, methods: LayerPlan) -> str:
+def _why_not(each: FoundLayer, methods: LayerPlan) -> str:
     """Is it this method that keeps the layer exact? A method that cannot serve a causal layer is refused."""
     for method in (methods,) if isinstance(methods, Method) else methods:
         if each.module.is_causal and method.causality == "no":
@@ -184,7 +184,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(known.values())
 
 
-def attach(model: nn.Module, found: list[Found], stamps: list[Stamp]) -> Implementations:
+def attach(model: nn.Module, found: list[FoundLayer], stamps: list[Stamp]) -> Implementations:
     """Stamp the layers and let the configs of those that a method may serve name us. Returns what they named before."""
     for each, stamp in zip(found, stamps, strict=True):
         setattr(each.module, STAMP, stamp)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .._attention import attention
 from .._plan import LayerPlan
-from .._report import say_once, text
+from .._report import log_once, text
 from .._types import Method
 from ..methods import Exact
 from ._parallel import layout
-from ._served import Served, answer, answer_with_weight, heads_first
+from ._served import CallCounts, answer, answer_with_weight, heads_first
 
 Answer = Union[Tensor, tuple[Tensor, Tensor]]  # (b n h e), and the log-weight (b n h) where it is asked for
 
@@ -53,7 +53,7 @@ class Steps:
 
 
 @dataclass(frozen=True, eq=False)
-class Backend:
+class DiffusersBackend:
     """The settings of ``register`` or ``swap`` at work. ``served`` counts how calls were answered."""
 
     method: LayerPlan
@@ -63,7 +63,7 @@ class Backend:
     cross: bool
     name: str
     steps: Steps | None = None
-    served: Served = field(default_factory=Served)
+    served: CallCounts = field(default_factory=CallCounts)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -114,7 +114,7 @@ class Backend:
             return f"shorter than {self.min_length} tokens"
         obstacle = self._obstacle(n, m, given, keys, ring)
         if obstacle:
-            say_once(self.name, obstacle)
+            log_once(self.name, obstacle)
         return obstacle
 
     def _obstacle(self, n: int, m: int, given: Given, keys: Tensor | None, ring: int) -> str:

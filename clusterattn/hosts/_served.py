@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._layer_call import Call
+from .._layer_call import LayerCall
 from .._plan import LayerPlan
 from .._report import Report
 from .._types import Method
@@ -25,7 +25,7 @@ class Answered(NamedTuple):
     calls: int
 
 
-class Served:
+class CallCounts:
     """How many calls were answered how. Its text is a table. Calls inside compiled code are not seen."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Served:
 class Swapped(Report):
     """The report of a swap that also counts calls."""
 
-    served: Served = field(default_factory=Served)
+    served: CallCounts = field(default_factory=CallCounts)
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def answer(
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """(b n h d) in, (b n h e) out: by one method, or by one for each head."""
-    call = Call(heads_first(q), heads_first(k), heads_first(v), key_mask, None, causal, scale, method)
+    call = LayerCall(heads_first(q), heads_first(k), heads_first(v), key_mask, None, causal, scale, method)
     return call.answer().transpose(1, 2)
 
 
@@ -102,5 +102,5 @@ def need(package: str, module: str, at_least: str) -> ModuleType:
             found = f"{package} {importlib.metadata.version(package)} has no {missing.name}"
         except importlib.metadata.PackageNotFoundError:
             found = f"{package} is not installed"
-        told = f'{found}; clusterattn.hosts.{package} needs it: pip install "{package}>={at_least}"'
-        raise ModuleNotFoundError(told, name=missing.name) from None
+        message = f'{found}; clusterattn.hosts.{package} needs it: pip install "{package}>={at_least}"'
+        raise ModuleNotFoundError(message, name=missing.name) from None

@@ -22,11 +22,11 @@ from torch import nn
 
 from .._errors import bad_type, bad_value
 from .._plan import LayerPlan, Plan, check_exact_below, choose
-from .._report import Row, text
+from .._report import LayerRow, text
 from ..methods import Exact, MethodSpec
 from ..methods import method as as_method
-from ._dispatch import Backend, Steps
-from ._served import Served, Swapped, need
+from ._dispatch import DiffusersBackend, Steps
+from ._served import CallCounts, Swapped, need
 
 NAME = "clusterattn"
 HOST = "diffusers"  # in plans
@@ -44,7 +44,7 @@ def register(
     exact_rows: int = 0,
     joint: bool = False,
     cross: bool = False,
-) -> Served:
+) -> CallCounts:
     """Make "clusterattn" one of diffusers' attention backends: ``model.set_attention_backend("clusterattn")``.
 
     method      answers for every attention layer of the models that are set to this backend
@@ -59,7 +59,7 @@ def register(
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.
     """
-    backend = _backend(as_method(method), min_length, exact_rows, joint, cross, None, Served())
+    backend = _backend(as_method(method), min_length, exact_rows, joint, cross, None, CallCounts())
     names = _dispatch().AttentionBackendName
     member = names._value2member_map_.get(NAME) or _member(NAME)
     names._value2member_map_[NAME] = names._member_map_[member.name] = member
@@ -114,13 +114,13 @@ def swap(
         cross = method is None or isinstance(method, Plan)
     dense = _dense(dense_layers, found)
     steps = _steps(inner, dense_steps)
-    served = Served()
+    served = CallCounts()
     rows, choices = [], {}
     for name, layer in found.items():
         reason = "a dense layer" if name in dense else chosen.why_exact(name, _is_cross(layer))
         reason = reason or ("cross-attention" if _is_cross(layer) and not cross else "")
         choices[name] = Exact() if reason else chosen.layers[name]
-        rows.append(Row(name, text(choices[name]), reason))
+        rows.append(LayerRow(name, text(choices[name]), reason))
     backends = {
         each: _backend(each, chosen.exact_below, exact_rows, _is_joint(inner), cross, steps, served)
         for each in dict.fromkeys(choices.values())
@@ -211,12 +211,13 @@ def _see(steps: Steps, model: nn.Module, given: tuple[Any, ...], named: dict[str
 
 
 def _backend(
-    method: LayerPlan, min_length: int, exact_rows: int, joint: bool, cross: bool, steps: Steps | None, served: Served
-) -> Backend:
+    method: LayerPlan, min_length: int, exact_rows: int, joint: bool, cross: bool, steps: Steps | None,
+    served: CallCounts,
+) -> DiffusersBackend:  # fmt: skip
     check_exact_below(min_length)
     if isinstance(exact_rows, bool) or not isinstance(exact_rows, int):
         raise bad_value("exact_rows a whole number, negative for the last rows", repr(exact_rows), "exact_rows=512")
-    return Backend(method, min_length, exact_rows, joint, cross, NAME, steps, served)
+    return DiffusersBackend(method, min_length, exact_rows, joint, cross, NAME, steps, served)
 
 
 def _dispatch() -> Any:
@@ -231,7 +232,7 @@ def _member(value: str) -> Any:
     return member
 
 
-def _enter(member: Any, backend: Backend) -> None:
+def _enter(member: Any, backend: DiffusersBackend) -> None:
     dispatch = _dispatch()
     dispatch._AttentionBackendRegistry.register(
         member, constraints=[dispatch._check_device, dispatch._check_shape], supports_context_parallel=True

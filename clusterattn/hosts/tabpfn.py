@@ -19,7 +19,7 @@ from .._errors import check_whole
 from .._types import Method
 from ..methods import MethodSpec
 from ..methods import method as as_method
-from ._served import Served, answer, need
+from ._served import CallCounts, answer, need
 
 METHOD: MethodSpec = "refined"
 MIN_ROWS = 3000
@@ -27,7 +27,7 @@ MIN_DIM = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Backend:
+class TabpfnBackend:
     """What TabPFN's registry holds: it sees the shapes of a call first, and its tensors if it takes it."""
 
     name: ClassVar[str] = "clusterattn"
@@ -35,7 +35,7 @@ class Backend:
     method: Method
     min_rows: int
     min_dim: int
-    served: Served = field(default_factory=Served)
+    served: CallCounts = field(default_factory=CallCounts)
 
     def is_preferred(self, spec: Any) -> bool:
         reason = self._why_not(spec)
@@ -58,7 +58,7 @@ class Backend:
         return "" if spec.dtype in FLOATS else f"no kernels for {spec.dtype}"
 
 
-def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: int = MIN_DIM) -> Served:
+def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: int = MIN_DIM) -> CallCounts:
     """Let a method answer TabPFN's long attention calls: rows that attend to the training rows.
 
     min_rows  calls with fewer queries or keys stay as they are: attention over features, inducing points, small tables
@@ -68,7 +68,7 @@ def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: 
     Rows are grouped together, so the answer for a test row depends a little on the other rows of its batch.
     """
     check_whole("register", min_rows=min_rows, min_dim=min_dim)
-    backend = Backend(as_method(method), min_rows, min_dim)
+    backend = TabpfnBackend(as_method(method), min_rows, min_dim)
     unregister()
     _registry().register_attention_backend(backend)
     return backend.served
@@ -76,7 +76,7 @@ def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: 
 
 def unregister() -> None:
     """TabPFN's own attention answers again. Does nothing where nothing was registered."""
-    _registry().unregister_attention_backend(Backend.name)
+    _registry().unregister_attention_backend(TabpfnBackend.name)
 
 
 def _registry() -> Any:

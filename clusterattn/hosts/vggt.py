@@ -16,12 +16,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from .._errors import bad_type, bad_value
-from .._layer_call import Call
+from .._layer_call import LayerCall
 from .._plan import LayerPlan, Plan, choose
-from .._report import Row, say_once, text
+from .._report import LayerRow, log_once, text
 from .._types import Method
 from ..methods import Exact, MethodSpec
-from ._served import Served, Swapped
+from ._served import CallCounts, Swapped
 
 HOST = "vggt"  # in plans
 METHOD: MethodSpec = "refined"
@@ -31,20 +31,20 @@ POSITIONS = ("pos", "xpos")  # the hosts' words for what rope is given
 
 
 @dataclass(frozen=True)
-class Stamp:
+class BlockStamp:
     """A block's settings, kept on its attention module."""
 
     name: str
     method: LayerPlan
     exact_below: int
-    served: Served
+    served: CallCounts
 
 
 class GlobalAttention(nn.Module):
     """Comes before the host's class among the bases of a swapped module: a method in SDPA's place. Everything else, the
     weights and their names too, is the host's."""
 
-    _clusterattn: Stamp
+    _clusterattn: BlockStamp
 
     def forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
         """x (b n heads·d), and what else the host passes: positions for rope."""
@@ -61,7 +61,7 @@ class GlobalAttention(nn.Module):
         if self._turns():
             at = next(named[word] for word in POSITIONS if named.get(word) is not None)
             q, k = host.rope(q, at), host.rope(k, at)
-        out = Call(q, k, v.contiguous(), None, None, False, host.scale, stamp.method).answer()
+        out = LayerCall(q, k, v.contiguous(), None, None, False, host.scale, stamp.method).answer()
         answer: Tensor = host.proj_drop(host.proj(out.transpose(1, 2).reshape(b, n, width)))
         return answer
 
@@ -82,7 +82,7 @@ class GlobalAttention(nn.Module):
         elif self.training and getattr(getattr(self, "attn_drop", None), "p", 0.0) > 0.0:
             reason = "attention dropout needs the weights: set it to 0, or call eval()"
         if reason:
-            say_once(stamp.name, reason)
+            log_once(stamp.name, reason)
         return reason
 
 
@@ -107,13 +107,13 @@ def swap(
     found = _found(model, None if blocks is None else list(blocks))
     chosen = choose(method, model, HOST, list(found), exact_below, EXACT_BELOW)
     below = chosen.exact_below
-    served, rows, stamps = Served(), [], {}
+    served, rows, stamps = CallCounts(), [], {}
     for name, attn in found.items():
         given = chosen.layers.get(name, Exact())
         reason = chosen.why_exact(name, cross=False) or _why_plain(attn, given)
-        rows.append(Row(name, "exact" if reason else text(given), reason))
+        rows.append(LayerRow(name, "exact" if reason else text(given), reason))
         if not reason:
-            stamps[name] = Stamp(name, given, below, served)
+            stamps[name] = BlockStamp(name, given, below, served)
     restore(model)  # from here on nothing can fail
     for name, stamp in stamps.items():
         host = type(found[name])

@@ -3,20 +3,24 @@
 Measuring needs torch alone; ``plots``, ``report`` and ``show`` need the extra "cli".
 """
 
+from .._rows import Row, append, commit, dumps, environment, hardware, read, rows_path
 from .error import exact_answer, head_errors, relative_error, row_l1
-from .rows import append, environment, read
 from .sample import Sample, embedded, load, mixture
 from .sampled import ErrorReport, error_report
 from .speed import interleaved, peak_memory
 
 __all__ = [
     "ErrorReport",
+    "Row",
     "Sample",
     "append",
+    "commit",
+    "dumps",
     "embedded",
     "environment",
     "error_report",
     "exact_answer",
+    "hardware",
     "head_errors",
     "interleaved",
     "load",
@@ -25,4 +29,5 @@ __all__ = [
     "read",
     "relative_error",
     "row_l1",
+    "rows_path",
 ]

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
+from ..ops import draw, tables
 from ..ops._chunks import wide
 from .reformer import seated
 
@@ -96,7 +95,7 @@ class ClusterFormer(Method):
         if call.state is None:
             most = min(self._count(None, points.shape[1]), points.shape[1])
             wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
-            lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, most, wanted)
+            lots = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
             alive = lots >= 0
             return points.gather(1, lots.clamp(min=0).unsqueeze(-1).expand(-1, -1, points.shape[-1])), alive
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
@@ -123,7 +122,7 @@ class ClusterFormer(Method):
         assert isinstance(groups, Buckets)
         return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
         return 2 * n * c * d + n * min(self.blocks * -(-n // c), n) * (d + e)
 

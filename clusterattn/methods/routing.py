@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import bad_value, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
+from ..ops import draw, tables
 from ..ops._chunks import wide
-from ..ops.fine import TILE
-from ._shared import or_self
 
 FIRST_STEPS = 5  # k-means steps where a call starts from its own data
+TILE = 32  # queries of one centroid that attend together
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,9 @@ class Routing(Method):
         wanted = None
         if self.clusters is None and not call.keep_state:
             wanted = -(-call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1) // self.window)
-        lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(most, tokens.shape[2]), wanted)  # (b 1 c)
+        lots = draw.stratified_among(
+            valid, call.seed, draw.STREAM_STARTS, min(most, tokens.shape[2]), wanted
+        )  # (b 1 c)
         alive = lots >= 0
         at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
         starts = tokens.gather(2, at) * alive.unsqueeze(-1)  # a centroid that never was is 0
@@ -123,22 +123,24 @@ class Routing(Method):
 
     def _learn(self, tokens: Tensor, labels: Tensor, valid: Tensor, means: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
-        c, members, still = means.shape[2], torch.where(valid, labels, -1), tokens.detach()
-        of_each, counts = call.ops.means(still, members, c, roll=call.ops.roll(members, c, still))
+        c, member_of, still = means.shape[2], torch.where(valid, labels, -1), tokens.detach()
+        of_each, counts = call.ops.means(still, member_of, c, members=call.ops.members(member_of, c, still))
         sums, total = (of_each * counts.unsqueeze(-1)).sum(0), counts.sum(0).unsqueeze(-1)
         old = means[0].detach()
         seen = F.normalize(sums, dim=-1)
         new = torch.where(total > 0, old * self.decay + seen * (1 - self.decay), old)
-        mine = call.ops.broadcast(means.detach(), members)
+        mine = call.ops.broadcast(means.detach(), member_of)
         apart = (tokens - mine).square().mean(-1) * valid
         return RoutingState(new, apart.sum() / (valid.sum() * tokens.shape[1]).clamp(min=1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
-        return or_self(answer, q, k, v, call) if call.mask.causal else answer
+        answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        if call.mask.causal:
+            answer = call.ops.itself_at_least(answer, q, k, v, call.mask, call.scale)
+        return answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c, w = self.clusters or -(-n // self.window), min(self.window, m)
         grouping = (FIRST_STEPS + 1) * (n + m) * c * d
         return grouping + (c * min(self.window, n) + n) * w * (d + e)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._attention import attention
 from .._errors import bad_type, bad_value, check_whole
 from .._plan import check_exact_below
-from .._report import say_once
+from .._report import log_once
 from .._types import Method
 from ..methods import Exact, MethodSpec, Routing
 from ..methods import method as as_method
@@ -135,9 +135,7 @@ class MultiheadAttention(nn.Module):
         same |= {name: getattr(trained, name) for name in ("kdim", "vdim", "batch_first", "dropout")}
         ours = cls(trained.embed_dim, trained.num_heads, method, **(same | options))
         if ours.k_proj is None:
-            raise bad_value(
-                "room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer"
-            )
+            raise bad_value("room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer")
         ours.load_state_dict(trained.state_dict(), strict=ours.memory is None)  # torch has no centroids
         return ours.train(trained.training)
 
@@ -231,7 +229,7 @@ class MultiheadAttention(nn.Module):
             reason = f"{kind} cannot be causal"
         if not reason or not self.exact_if_needed:
             return self.method
-        say_once("MultiheadAttention", reason)
+        log_once("MultiheadAttention", reason)
         return Exact()
 
     def attend(

@@ -71,8 +71,7 @@ class ClusterFormerEncoder(nn.Module):
         method = ClusterFormer(clusters=clusters, blocks=blocks, similarity=similarity)
         self.mu, self.nu = mu, nu
         self.layers = nn.ModuleList(
-            ClusterFormerLayer(embed_dim, heads, method, norm_first=norm_first, **options)
-            for _ in range(layers)
+            ClusterFormerLayer(embed_dim, heads, method, norm_first=norm_first, **options) for _ in range(layers)
         )
         self.norm = last_norm(embed_dim, norm_first if final_norm is None else final_norm, options)
         centroids = torch.empty(clusters, embed_dim, device=options.get("device"), dtype=options.get("dtype"))

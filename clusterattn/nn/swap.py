@@ -8,7 +8,7 @@ from torch import nn
 
 from .._errors import bad_type, bad_value
 from .._plan import LayerPlan, Plan, choose
-from .._report import Report, Row, text
+from .._report import LayerRow, Report, text
 from .._types import Method
 from ..methods import Exact, MethodSpec
 from .attention import MultiheadAttention
@@ -45,7 +45,7 @@ def swap(module: nn.Module, method: MethodSpec | Plan, *, exact_below: int | Non
         given = chosen.layers.get(name, Exact())
         cross = bool(CROSS.search(name))
         reason = chosen.why_exact(name, cross) or _why_not(name, old, given, cross)
-        rows.append(Row(name, "exact" if reason else text(given), reason))
+        rows.append(LayerRow(name, "exact" if reason else text(given), reason))
         made.setdefault(id(old), _plain(old) if reason else _swapped(old, given, below))
     for name, old in places.items():  # from here on nothing can fail
         module.set_submodule(name, made[id(old)])

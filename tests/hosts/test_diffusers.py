@@ -37,7 +37,7 @@ D = ca.hosts.diffusers
 
 @pytest.fixture(autouse=True)
 def registry_as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    _report._say.cache_clear()
+    _report._logged.cache_clear()
     caplog.set_level(logging.INFO, logger="clusterattn")
     yield
     D.unregister()

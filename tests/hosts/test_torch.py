@@ -20,7 +20,7 @@ ALL = "refined:clusters=64,top=64"  # every query its own cluster, every key nea
 
 @pytest.fixture(autouse=True)
 def fresh_log(caplog: pytest.LogCaptureFixture) -> None:
-    _report._say.cache_clear()
+    _report._logged.cache_clear()
     caplog.set_level(logging.INFO, logger="clusterattn")
 
 
@@ -101,8 +101,8 @@ def test_other_masks_are_answered_exactly_and_said_once(caplog: pytest.LogCaptur
     wanted = model(tokens(), mask=mask)
     ca.nn.swap(model, METHOD)
     assert torch.allclose(model(tokens(), mask=mask), wanted, atol=1e-5)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["MultiheadAttention stays exact: the mask says more than causality and padding"]
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["MultiheadAttention stays exact: the mask says more than causality and padding"]
 
 
 def test_a_module_that_nobody_swapped_still_refuses_them() -> None:

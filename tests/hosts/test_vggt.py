@@ -97,7 +97,7 @@ NAMES = ["aggregator.global_blocks.0.attn", "aggregator.global_blocks.1.attn"]
 
 @pytest.fixture(autouse=True)
 def fresh_log(caplog: pytest.LogCaptureFixture) -> None:
-    _report._say.cache_clear()
+    _report._logged.cache_clear()
     caplog.set_level(logging.INFO, logger="clusterattn")
 
 

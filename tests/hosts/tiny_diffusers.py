@@ -77,8 +77,8 @@ Job = tuple[Callable[..., Tensor], tuple[Any, ...]]  # a function and what it is
 def on_two_ranks(jobs: dict[str, Job], folder: Path) -> dict[str, Tensor]:
     """What the jobs return on the first of two gloo processes. One pair for all: their start is what takes time."""
     torch.multiprocessing.spawn(_rank, (jobs, str(folder)), nprocs=2)
-    said: dict[str, Tensor] = torch.load(folder / "said.pt")
-    return said
+    found: dict[str, Tensor] = torch.load(folder / "answers.pt")
+    return found
 
 
 def _rank(rank: int, jobs: dict[str, Job], folder: str) -> None:
@@ -86,9 +86,9 @@ def _rank(rank: int, jobs: dict[str, Job], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.accelerator.device_count = lambda: 1  # by which diffusers divides, also where there is none
-    said = {name: 1 * work(*given) for name, (work, given) in jobs.items()}  # times 1: no longer on its way
+    answers = {name: 1 * work(*given) for name, (work, given) in jobs.items()}  # times 1: no longer on its way
     if rank == 0:
-        torch.save(said, f"{folder}/said.pt")
+        torch.save(answers, f"{folder}/answers.pt")
     dist.barrier()
     dist.destroy_process_group()
 
