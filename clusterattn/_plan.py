@@ -114,21 +114,14 @@ class Plan:
             raise bad_value("a model with a config", got, "plan.save(folder), and Plan.load(folder) when it is read")
 
     @classmethod
-    def of(cls, model: Any) -> Plan:
-        """The plan that came with a model: in its config, or in the folder that it was read from."""
+    def of(cls, model: Any) -> Plan | None:
+        """The plan that came with a model, in its config or in the folder it was read from; None: there is none."""
         config = getattr(model, "config", None)
         known = config if isinstance(config, Mapping) else vars(config) if hasattr(config, "__dict__") else {}
-        held = known.get("clusterattn")
+        held, folder = known.get("clusterattn"), known.get("_name_or_path")
         if isinstance(held, Mapping) and is_plan(held):
             return cls.from_dict(held)
-        folder = known.get("_name_or_path")
-        if folder and _file(folder).is_file():
-            return cls.load(folder)
-        raise bad_value(
-            "a method or a plan, or a model that brings its plan along",
-            f"{type(model).__name__} without a plan in its config or its folder",
-            'method="refined", or plan.save(folder) beside the weights',
-        )
+        return cls.load(folder) if folder and (Path(folder) / FILE).is_file() else None
 
     def for_host(self, host: str) -> Plan:
         """The plan itself, refused if it was made for models of another host."""
@@ -155,7 +148,8 @@ class Chosen(NamedTuple):
 
     layers: dict[str, LayerPlan]
     exact_below: int
-    kind: str  # of the calls that it was made for
+    kind: str = ""  # of the calls that a plan was made for
+    planned: bool = False  # by a plan
 
     def why_exact(self, name: str, cross: bool) -> str:
         """Why a layer stays exact if nothing else keeps it; "" where it does not."""
@@ -167,20 +161,27 @@ class Chosen(NamedTuple):
 
 def choose(
     method: MethodSpec | Plan | None, model: Any, host: str, names: Sequence[str], exact_below: int | None,
-    usual: int = 0,
+    usual: tuple[MethodSpec | None, int] = (None, 0),
 ) -> Chosen:  # fmt: skip
-    """A method for all layers of these names, a plan's methods for those that it names, or None: the model's own plan.
+    """A method for all layers of these names, or a plan's methods for those that it names.
 
-    exact_below  None: as the plan says, or ``usual`` for a method
+    method       None: the plan that came with the model, or else the usual method of the host, if it has one
+    exact_below  None: as the plan says, or the usual number for a method
     """
-    method = Plan.of(model) if method is None else method
+    method = (Plan.of(model) or usual[0]) if method is None else method
+    if method is None:
+        raise bad_value(
+            "a method or a plan, or a model that brings its plan along",
+            f"{type(model).__name__} without a plan in its config or its folder",
+            'method="refined", or plan.save(folder) beside the weights',
+        )
     if isinstance(method, Plan):
-        found = Chosen(_named(method.for_host(host), names), method.exact_below, method.kind)
+        chosen = Chosen(_named(method.for_host(host), names), method.exact_below, method.kind, planned=True)
     else:
-        found = Chosen(dict.fromkeys(names, as_method(method)), usual, "")
-    below = found.exact_below if exact_below is None else exact_below
+        chosen = Chosen(dict.fromkeys(names, as_method(method)), usual[1])
+    below = chosen.exact_below if exact_below is None else exact_below
     check_exact_below(below)
-    return found._replace(exact_below=below)
+    return chosen._replace(exact_below=below)
 
 
 def _named(plan: Plan, names: Sequence[str]) -> dict[str, LayerPlan]:

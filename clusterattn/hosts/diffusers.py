@@ -85,7 +85,7 @@ def unregister() -> None:
 
 def swap(
     model: nn.Module,
-    method: MethodSpec | Plan | None = METHOD,
+    method: MethodSpec | Plan | None = None,
     *,
     dense_steps: int = 0,
     dense_layers: Iterable[int | str] = (),
@@ -96,7 +96,7 @@ def swap(
     """Let a method, or a plan's methods, answer for the attention layers of one model.
 
     model         a diffusers model (``pipe.transformer``); where it is compiled as a whole, the compiled one
-    method        None: the plan that came with the model, in its folder (see ``Plan``)
+    method        None: the plan that came with the model, in its config or its folder (see ``Plan``), or else Refined
     dense_steps   the first denoising steps of every run stay exact. A step is a lower ``timestep``
     dense_layers  layers that stay exact: by name, or by position among the self-attention layers (-1 is the last)
     min_length    shorter calls stay exact; None: as the plan says, or 4096
@@ -109,9 +109,8 @@ def swap(
     """
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     found = _layers(inner)
-    chosen = choose(method, inner, HOST, list(found), min_length, MIN_LENGTH)
-    if cross is None:  # a plan that names a layer for cross-attention means it
-        cross = method is None or isinstance(method, Plan)
+    chosen = choose(method, inner, HOST, list(found), min_length, (METHOD, MIN_LENGTH))
+    cross = chosen.planned if cross is None else cross  # a plan that names a layer for cross-attention means it
     dense = _dense(dense_layers, found)
     steps = _steps(inner, dense_steps)
     served = CallCounts()

@@ -88,14 +88,14 @@ class GlobalAttention(nn.Module):
 
 def swap(
     model: nn.Module,
-    method: MethodSpec | Plan | None = METHOD,
+    method: MethodSpec | Plan | None = None,
     *,
     exact_below: int | None = None,
     blocks: Iterable[nn.Module] | None = None,
 ) -> Swapped:
     """Let a method, or a plan's methods, answer in the global blocks. Weights and state dict stay.
 
-    method       None: the plan that came with the model, in its config or its folder (see ``Plan``)
+    method       None: the plan that came with the model, in its config or its folder (see ``Plan``), or else Refined
     exact_below  fewer tokens (of all frames together) stay exact; None: as the plan says, or 4096
     blocks       the blocks that attend globally, each with an ``attn``; None: those in lists named ``global_blocks``
 
@@ -105,7 +105,7 @@ def swap(
     if not isinstance(model, nn.Module):
         raise bad_type("a model (torch.nn.Module)", type(model).__name__, "VGGT.from_pretrained(...)")
     found = _found(model, None if blocks is None else list(blocks))
-    chosen = choose(method, model, HOST, list(found), exact_below, EXACT_BELOW)
+    chosen = choose(method, model, HOST, list(found), exact_below, (METHOD, EXACT_BELOW))
     below = chosen.exact_below
     served, rows, stamps = CallCounts(), [], {}
     for name, attn in found.items():

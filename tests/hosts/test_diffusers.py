@@ -211,7 +211,8 @@ def test_the_first_steps_of_every_run_are_dense() -> None:
     assert not model._forward_pre_hooks
 
 
-def test_a_plan_gives_each_layer_its_method(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["config", "folder"])
+def test_a_plan_gives_each_layer_its_method_and_travels(where: str, tmp_path: Path) -> None:
     model = flux()
     plan = ca.Plan({"transformer_blocks.0.attn": METHOD}, exact_below=64, host="diffusers", kind="self", length=288)
     report = D.swap(model, plan)
@@ -219,15 +220,18 @@ def test_a_plan_gives_each_layer_its_method(tmp_path: Path) -> None:
     assert [row.reason for row in report.rows if row.reason] == ["the plan does not name it"]
     planned = answer(model, flux_inputs())
     D.restore(model)
+    assert [row.method for row in D.swap(model).rows] == ["refined", "refined"], "it brings no plan along"
+    D.restore(model)
+    if where == "config":
+        plan.attach(model)
     model.save_pretrained(tmp_path)
-    plan.save(tmp_path)
+    if where == "folder":
+        plan.save(tmp_path)
     read = type(model).from_pretrained(tmp_path)
-    assert D.swap(read, None).swapped == report.swapped
+    assert D.swap(read).swapped == report.swapped
     assert torch.equal(answer(read, flux_inputs()), planned)
     with pytest.raises(ValueError, match="wanted a plan for diffusers; got one for transformers"):
         D.swap(model, ca.Plan(plan.layers, host="transformers"))
-    with pytest.raises(ValueError, match="without a plan in its config or its folder"):
-        D.swap(model, None)
 
 
 def test_a_plan_for_single_heads() -> None:
