@@ -20,7 +20,7 @@ from ._served import CallCounts, answer, answer_with_weight, heads_first
 Answer = Union[Tensor, tuple[Tensor, Tensor]]  # (b n h e), and the log-weight (b n h) where it is asked for
 
 
-class Given(NamedTuple):
+class DispatchOptions(NamedTuple):
     """What a call says besides q, k and v."""
 
     mask: Tensor | None
@@ -72,7 +72,7 @@ class DiffusersBackend:
     ) -> Answer:  # fmt: skip
         """(b n h d), (b m hk d), (b m hk e) -> (b n h e). The names are diffusers', which passes what it finds here."""
         if _parallel_config is None:
-            return self.attend(query, key, value, Given(attn_mask, dropout_p, is_causal, scale, return_lse))
+            return self.attend(query, key, value, DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse))
         from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
         parts: Answer = _templated_context_parallel_attention(
@@ -83,7 +83,7 @@ class DiffusersBackend:
 
     # ------------------------------------------------------------------ one call
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Given, parallel: Any = None) -> Answer:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions, parallel: Any = None) -> Answer:
         """``parallel``: the context parallelism of which this call is a part."""
         keys = _key_mask(given.mask, q, k)
         reason = self._why_exact(q, k, given, keys, 1 if parallel is None else parallel.ring_degree)
@@ -101,7 +101,7 @@ class DiffusersBackend:
         out, *lse = whole if where.back is None else (each[:, where.back] for each in whole)
         return (out, lse[0]) if given.lse else out
 
-    def _why_exact(self, q: Tensor, k: Tensor, given: Given, keys: Tensor | None, ring: int) -> str:
+    def _why_exact(self, q: Tensor, k: Tensor, given: DispatchOptions, keys: Tensor | None, ring: int) -> str:
         """"" where the method serves the call. What the settings ask for needs no word, an obstacle is said once."""
         n, m = q.shape[1], k.shape[1]
         if self.method == Exact():
@@ -117,7 +117,7 @@ class DiffusersBackend:
             log_once(self.name, obstacle)
         return obstacle
 
-    def _obstacle(self, n: int, m: int, given: Given, keys: Tensor | None, ring: int) -> str:
+    def _obstacle(self, n: int, m: int, given: DispatchOptions, keys: Tensor | None, ring: int) -> str:
         if given.mask is not None and keys is None:
             return "the mask says more than padding of keys"
         if given.dropout > 0.0:
@@ -141,7 +141,7 @@ class DiffusersBackend:
         return_lse: bool = False, _save_ctx: bool = True, _parallel_config: Any = None,
     ) -> Answer:  # fmt: skip
         """All tokens for some heads (Ulysses), or some queries and some keys for all heads (ring)."""
-        given, parallel = Given(attn_mask, dropout_p, is_causal, scale, return_lse), _parallel_config
+        given, parallel = DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse), _parallel_config
         if _save_ctx:
             ctx.save_for_backward(query, key, value)
             ctx.given, ctx.parallel = given, parallel.context_parallel_config
@@ -166,7 +166,7 @@ class DiffusersBackend:
         return torch.autograd.grad([part, part_lse], [q, k, v], [(share * grad_out).to(part.dtype), of_weight.to(lse)])
 
 
-def _by(method: LayerPlan, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, given: Given) -> tuple[Tensor, ...]:
+def _by(method: LayerPlan, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, given: DispatchOptions) -> tuple[Tensor, ...]:
     if given.lse and isinstance(method, Method):
         return answer_with_weight(q, k, v, method, key_mask=keys, scale=given.scale)
     return (answer(q, k, v, method, key_mask=keys, causal=given.causal, scale=given.scale),)
@@ -182,7 +182,7 @@ def _key_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return mask.expand(q.shape[0], -1) if fits else None
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Answer:
+def _exact(q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions) -> Answer:
     """SDPA, as the native backend calls it; which has no log-weights to give."""
     mask = given.mask
     if mask is not None and mask.dim() == 2 and mask.shape == (q.shape[0], k.shape[1]):
