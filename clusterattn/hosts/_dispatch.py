@@ -166,7 +166,9 @@ class DiffusersBackend:
         return torch.autograd.grad([part, part_lse], [q, k, v], [(share * grad_out).to(part.dtype), of_weight.to(lse)])
 
 
-def _by(method: LayerPlan, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, given: DispatchOptions) -> tuple[Tensor, ...]:
+def _by(
+    method: LayerPlan, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None, given: DispatchOptions
+) -> tuple[Tensor, ...]:
     if given.lse and isinstance(method, Method):
         return answer_with_weight(q, k, v, method, key_mask=keys, scale=given.scale)
     return (answer(q, k, v, method, key_mask=keys, causal=given.causal, scale=given.scale),)
