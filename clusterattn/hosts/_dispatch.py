@@ -86,33 +86,43 @@ class DiffusersBackend:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions, parallel: Any = None) -> Answer:
         """``parallel``: the context parallelism of which this call is a part."""
         keys = _key_mask(given.mask, q, k)
-        reason = self._why_exact(q, k, given, keys, 1 if parallel is None else parallel.ring_degree)
+        method = self._of_heads(q.shape[2], parallel)
+        reason = self._why_exact(q, k, method, given, keys, 1 if parallel is None else parallel.ring_degree)
         self.served.note("exact" if reason else text(self.method), reason)
         if reason:
             return _exact(q, k, v, given)
         where = layout(q.shape[1], self.exact_rows, self.joint, parallel, q.device)
         if where.order is not None:
-            q, k, v = (x[:, where.order] for x in (q, k, v))
-            keys = None if keys is None else keys[:, where.order]
-        answers = [
-            _by(Exact() if exact else self.method, q[:, rows], k, v, keys, given) for rows, exact in where.pieces
-        ]
+            q, k, v = (x[:, where.order] if x.shape[1] == q.shape[1] else x for x in (q, k, v))
+            keys = keys[:, where.order] if keys is not None and keys.shape[1] == q.shape[1] else keys
+        answers = [_by(Exact() if exact else method, q[:, rows], k, v, keys, given) for rows, exact in where.pieces]
         whole = [torch.cat(each, 1) if len(each) > 1 else each[0] for each in zip(*answers, strict=True)]
         out, *lse = whole if where.back is None else (each[:, where.back] for each in whole)
         return (out, lse[0]) if given.lse else out
 
-    def _why_exact(self, q: Tensor, k: Tensor, given: DispatchOptions, keys: Tensor | None, ring: int) -> str:
-        """"" where the method serves the call. What the settings ask for needs no word, an obstacle is said once."""
+    def _of_heads(self, heads: int, parallel: Any) -> LayerPlan:
+        """Of the methods of single heads, those of the heads that this rank of Ulysses has."""
+        if isinstance(self.method, Method) or parallel is None or parallel.ulysses_degree == 1:
+            return self.method
+        first = parallel._ulysses_local_rank * heads
+        return self.method[first : first + heads]
+
+    def _why_exact(
+        self, q: Tensor, k: Tensor, method: LayerPlan, given: DispatchOptions, keys: Tensor | None, ring: int
+    ) -> str:
+        """"" where the method serves the call. What the settings ask for needs no word, an obstacle is logged once."""
         n, m = q.shape[1], k.shape[1]
         if self.method == Exact():
             return "the layer stays exact"
         if self.steps is not None and self.steps.early:
             return f"one of the first {self.steps.dense} steps"
-        if n != m and not self.cross:
+        if n != m and ring == 1 and not self.cross:  # around a ring, shares may differ in length
             return "cross-attention"
         if min(n, m) * ring < self.min_length:
             return f"shorter than {self.min_length} tokens"
         obstacle = self._obstacle(n, m, given, keys, ring)
+        if not isinstance(method, Method) and len(method) != q.shape[2]:
+            obstacle = obstacle or f"the plan has no methods for {q.shape[2]} heads"
         if obstacle:
             log_once(self.name, obstacle)
         return obstacle

@@ -292,6 +292,7 @@ ULYSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "wan, first rows exact": ("wan", {"exact_rows": 40}),
     "flux, text exact": ("flux", {"exact_rows": TEXT}),
 }
+HEADS = ca.Plan({"blocks.0.attn1": ("exact", METHOD, METHOD, "exact"), "blocks.1.attn1": METHOD})  # by head
 MANY = "refined:clusters=256,top=256"  # every query its own cluster, every key near: exact
 
 
@@ -302,6 +303,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
         f"ulysses {case}": (model_over_ranks, (make, "ulysses_degree", METHOD, settings))
         for case, (make, settings) in ULYSSES.items()
     }
+    jobs["ulysses by head"] = (model_over_ranks, ("wan", "ulysses_degree", HEADS, {}))
     for make in MODELS:
         jobs[f"ring {make}"] = (model_over_ranks, (make, "ring_degree", METHOD, {}))
     jobs["ring exact"] = (model_over_ranks, ("wan", "ring_degree", METHOD, {"dense_layers": [0, 1]}))
@@ -317,6 +319,20 @@ def test_ulysses_is_one_device_to_the_bit(case: str, split: dict[str, Tensor]) -
     alone = model()
     D.swap(alone, METHOD, min_length=64, **settings)
     assert torch.equal(split[f"ulysses {case}"], answer(alone, inputs()))
+
+
+def test_ulysses_with_a_plan_for_single_heads(split: dict[str, Tensor]) -> None:
+    alone = wan()
+    D.swap(alone, HEADS, min_length=64)
+    assert torch.equal(split["ulysses by head"], answer(alone, wan_inputs()))
+
+
+def test_a_plan_for_other_heads_stays_exact() -> None:
+    model = wan()
+    before = answer(model, wan_inputs())
+    report = D.swap(model, ca.Plan({"blocks.0.attn1": (METHOD, METHOD)}))
+    assert torch.equal(answer(model, wan_inputs()), before)
+    assert "the plan has no methods for 4 heads" in reasons(report.served)
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -93,7 +93,7 @@ def _rank(rank: int, jobs: dict[str, Job], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def model_over_ranks(make: str, mode: str, method: str, settings: dict[str, Any]) -> Tensor:
+def model_over_ranks(make: str, mode: str, method: Any, settings: dict[str, Any]) -> Tensor:
     """The answer of a model whose attention is split over the ranks."""
     from diffusers import ContextParallelConfig
 
