@@ -42,6 +42,7 @@ _LATER = {
     "Plan": "_plan",
     "error_report": "measure.sampled",
     "hf": "hf",
+    "hosts": "hosts",
     "measure": "measure",
     "nn": "nn",
     "tune": "tuning",

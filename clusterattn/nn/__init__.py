@@ -4,6 +4,7 @@ from .attention import MultiheadAttention
 from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses
 from .decoder import COMMITMENT, Decoder, DecoderLayer
 from .encoder import Encoder, EncoderLayer
+from .swap import restore, swap
 
 __all__ = [
     "COMMITMENT",
@@ -15,4 +16,6 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "MultiheadAttention",
+    "restore",
+    "swap",
 ]
