@@ -239,7 +239,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
     g = torch.Generator().manual_seed(8)
     points = torch.randn(2, 22, 7, generator=g, dtype=torch.float64).requires_grad_()
     start = torch.randn(clusters, 7, generator=g, dtype=torch.float64).requires_grad_()
-    method = ca.ClusterFormer(clusters=clusters, blocks=blocks)
+    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner")
     asked = {"points": points, "state": start}
     _, state = x.attend(method, **asked, return_state=True)
     buckets = x.groups(method, **asked)
@@ -264,7 +264,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
 def test_clusterformer_hands_its_centroids_on() -> None:
     """A second layer takes the first one's, which are per example; the word-normalised share decides."""
     x = draw(n=22, m=22)
-    method = ca.ClusterFormer(clusters=4)
+    method = ca.ClusterFormer(clusters=4, scope="shared", similarity="inner")
     _, first = x.attend(method, return_state=True)
     assert first.centroids.shape[:2] == (2, 4)
     out, second = x.attend(method, state=first, return_state=True)

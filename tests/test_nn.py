@@ -463,7 +463,7 @@ def test_clusterformer_is_its_layers_in_a_row() -> None:
         projected = (getattr(layer.attention, f"{which}_proj")(y) for which in "qkv")
         q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in projected)
         answer, state = ca.attention(
-            q, k, v, method=ca.ClusterFormer(clusters=4, similarity="cosine"), key_mask=~pad, query_mask=~pad,
+            q, k, v, method=ca.ClusterFormer(clusters=4), key_mask=~pad, query_mask=~pad,
             points=layer.cluster_proj(y), state=state, return_state=True,
         )  # fmt: skip
         x = x + layer.attention.out_proj(answer.transpose(1, 2).flatten(2))

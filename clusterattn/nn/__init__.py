@@ -4,6 +4,7 @@ from .attention import MultiheadAttention
 from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses
 from .decoder import COMMITMENT, Decoder, DecoderLayer
 from .encoder import Encoder, EncoderLayer
+from .watch import Grouping, warn_if_collapsed, watched
 
 __all__ = [
     "COMMITMENT",
@@ -14,5 +15,8 @@ __all__ = [
     "DecoderLayer",
     "Encoder",
     "EncoderLayer",
+    "Grouping",
     "MultiheadAttention",
+    "warn_if_collapsed",
+    "watched",
 ]
