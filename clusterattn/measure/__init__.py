@@ -3,6 +3,7 @@
 Measuring needs torch alone; ``plots``, ``report`` and ``show`` need the extra "cli".
 """
 
+from .bounds import Proposition1, proposition1, subset_error
 from .error import exact_answer, head_errors, relative_error, row_l1
 from .rows import append, environment, read
 from .sample import Sample, embedded, load, mixture
@@ -11,6 +12,7 @@ from .speed import interleaved, peak_memory
 
 __all__ = [
     "ErrorReport",
+    "Proposition1",
     "Sample",
     "append",
     "embedded",
@@ -22,7 +24,9 @@ __all__ = [
     "load",
     "mixture",
     "peak_memory",
+    "proposition1",
     "read",
     "relative_error",
     "row_l1",
+    "subset_error",
 ]
