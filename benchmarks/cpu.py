@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 import clusterattn as ca
-from clusterattn.measure import append, environment, exact_answer, mixture, relative_error
+from clusterattn.measure import Row, append, environment, exact_answer, mixture, relative_error, rows_path
 from clusterattn.measure.bench import PASSES, bench, pass_of
-from clusterattn.measure.rows import Row, rows_path
 from clusterattn.measure.speed import resident_growth
 
 HEADS, DIM, THREADS = 6, 64, 2

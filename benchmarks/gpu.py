@@ -27,10 +27,9 @@ from pathlib import Path
 import torch
 
 import clusterattn as ca
-from clusterattn.measure import append, embedded, exact_answer, read, relative_error
+from clusterattn.measure import Row, append, commit, embedded, exact_answer, hardware, read, relative_error, rows_path
 from clusterattn.measure.bench import PASSES, TOKENS
 from clusterattn.measure.race import Race
-from clusterattn.measure.rows import Row, commit, hardware, rows_path
 from clusterattn.measure.speed_table import as_text, microseconds, spaced
 
 FORWARD, BOTH = PASSES

@@ -25,9 +25,8 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import clusterattn as ca
-from clusterattn.measure import append, environment, read
+from clusterattn.measure import Row, append, environment, read, rows_path
 from clusterattn.measure.cost import Shape, of_layer, shapes
-from clusterattn.measure.rows import Row, rows_path
 
 HERE = Path(__file__).parent
 RESULTS, PICTURES = HERE.parent / "results", HERE.parent / "docs" / "img"

@@ -17,7 +17,7 @@ from pretrained_data import DIGITS, RATE
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clusterattn.tasks.speech import edits
+from clusterattn_papers.tasks.speech import edits
 
 Figures = dict[str, float]
 

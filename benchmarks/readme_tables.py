@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from clusterattn.measure import read
+from clusterattn._files import write_whole
+from clusterattn.measure import Row, read
 from clusterattn.measure.report import human_bytes, human_error, human_ratio
-from clusterattn.measure.rows import Row, write_whole
 from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
-from clusterattn.reproduce import Experiment, experiments
-from clusterattn.reproduce.page import best_scale, config_of, markdown, unfinished, where
-from clusterattn.reproduce.page import write as write_page
+from clusterattn_papers.reproduce import Experiment, experiments
+from clusterattn_papers.reproduce.page import best_scale, config_of, markdown, unfinished, where
+from clusterattn_papers.reproduce.page import write as write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "results", ROOT / "docs" / "img" / "pareto.png"

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import clusterattn as ca
-from clusterattn.measure import append, embedded, environment, exact_answer, relative_error
+from clusterattn.measure import Row, append, embedded, environment, exact_answer, relative_error, rows_path
 from clusterattn.measure.compare import compare, methods_for
-from clusterattn.measure.rows import Row, rows_path
 from clusterattn.measure.sample import Sample
 
 SEEDS = 5

@@ -1,14 +1,16 @@
-"""clusterattn: attention by clustering. Every method behind one call, ``ca.attention``."""
+"""clusterattn: attention by clustering. Every method behind one call, ``ca.attention``.
 
-from typing import Any
+Importing it loads torch and attention; everything else (``ca.nn``, ``ca.tune``, ``ca.hf``, ...) is loaded when it is
+first used.
+"""
 
-from . import nn
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import _moved
 from ._attention import attention, attention_matrix, groups
-from ._plan import Plan
-from ._tune import tune
 from ._types import Attended, Buckets, Clusters, Mask, Method
-from .clustering import NeuralClustering
-from .measure.sampled import ErrorReport, error_report
+from ._version import __version__
 from .methods import (
     METHODS,
     Clustered,
@@ -27,7 +29,23 @@ from .methods import (
 )
 from .ops.merge import merge
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from . import hf as hf
+    from . import measure, nn
+    from ._plan import Plan
+    from .measure.sampled import ErrorReport, error_report
+    from .tuning import tune
+
+# loaded when first used: name -> the module that has it, or that it is
+_LATER = {
+    "ErrorReport": "measure.sampled",
+    "Plan": "_plan",
+    "error_report": "measure.sampled",
+    "hf": "hf",
+    "measure": "measure",
+    "nn": "nn",
+    "tune": "tuning",
+}
 
 __all__ = [
     "METHODS",
@@ -43,7 +61,6 @@ __all__ = [
     "Local",
     "Mask",
     "Method",
-    "NeuralClustering",
     "OracleTop",
     "Plan",
     "Refined",
@@ -51,10 +68,12 @@ __all__ = [
     "Routing",
     "RoutingState",
     "Smyrf",
+    "__version__",
     "attention",
     "attention_matrix",
     "error_report",
     "groups",
+    "measure",
     "merge",
     "method",
     "nn",
@@ -63,9 +82,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs more than torch is imported when it is first used: ``ca.hf`` transformers, ``ca.train`` accelerate."""
-    if name in ("hf", "models", "reproduce", "tasks", "train"):
-        import importlib
+    """What is not loaded yet, once: afterwards it is an attribute like any other."""
+    if name in _LATER:
+        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        found = module if name == _LATER[name] else getattr(module, name)
+    elif name in (*_moved.MODULES, *_moved.NAMES):
+        found = _moved.attribute(name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LATER})

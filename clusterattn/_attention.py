@@ -1,4 +1,4 @@
-"""The hall: check once, build the mask, choose the verbs, show the call to its room. Nobody behind it checks again."""
+"""The one call: check once, build the mask, choose the verbs, run the recipe. Nobody behind it checks again."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def attention(
     attn_mask, dropout_p   for Exact alone
     return_lse   also return lse (b h n): the log of the total weight behind each answer
     """
-    room = as_method(method)
+    recipe = as_method(method)
     q, k, v = _cast(q, k, v)
-    call = _call(room, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
-    call = _with_extras(call, room, q, k, attn_mask, dropout_p, state, return_lse, return_state)
+    call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
     if q.shape[2] == 0 or k.shape[2] == 0:
         return _pack(_nothing(q, v), state, return_lse, return_state)
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
-            fresh, state = room.group(wiped[0], wiped[1], call)
+            fresh, state = recipe.group(wiped[0], wiped[1], call)
         if groups is None:
-            answer = room.attend(*wiped, fresh, replace(call, fresh=True))
+            answer = recipe.attend(*wiped, fresh, replace(call, fresh=True))
         else:
-            answer = room.attend(*wiped, _known(room, groups, q, k), call)
+            answer = recipe.attend(*wiped, _known(recipe, groups, q, k), call)
     return _pack(_finish(answer, v.dtype, call.mask.queries), state, return_lse, return_state)
 
 
@@ -90,12 +90,12 @@ def groups(
     points: Tensor | None = None,
 ) -> Groups:
     """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make."""
-    room = as_method(method)
+    recipe = as_method(method)
     q, k, _ = _cast(q, k, k)
-    call = _call(room, q, k, k, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
-    call = _with_extras(call, room, q, k, None, 0.0, state, False, False)
+    call = _call(recipe, q, k, k, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    call = _with_extras(call, recipe, q, k, None, 0.0, state, False, False)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return room.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
+        return recipe.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
 
 
 def attention_matrix(q: Tensor, k: Tensor, **options: Any) -> Tensor:
@@ -106,7 +106,7 @@ def attention_matrix(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     if q.dim() == 4 and k.dim() == 4:
         identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
     else:
-        identity = k  # the hall will say what is wrong with these
+        identity = k  # `attention` will say what is wrong with these
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
             raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
@@ -143,7 +143,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _call(
-    room: Method, q: Tensor, k: Tensor, v: Tensor,
+    recipe: Method, q: Tensor, k: Tensor, v: Tensor,
     key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
     scale: float | None, generator: torch.Generator | None, seed: int | Tensor, backend: str, points: Tensor | None,
 ) -> Call:  # fmt: skip
@@ -162,9 +162,9 @@ def _call(
         )
     if d == 0:
         raise bad_value("a head dimension d of at least 1", tuple(q.shape), "checking the order of dimensions")
-    if room.self_only and n != m:
+    if recipe.self_only and n != m:
         raise bad_value(
-            f"as many keys as queries: {type(room).__name__} is self-attention only",
+            f"as many keys as queries: {type(recipe).__name__} is self-attention only",
             f"n={n}, m={m}",
             "Refined, Improved, Clustered or Smyrf for cross-attention",
         )
@@ -222,7 +222,7 @@ def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.dev
 
 def _with_extras(
     call: Call,
-    room: Method,
+    recipe: Method,
     q: Tensor,
     k: Tensor,
     attn_mask: Tensor | None,
@@ -231,7 +231,7 @@ def _with_extras(
     lse: bool,
     keep_state: bool,
 ) -> Call:
-    exact = room.name == "exact"
+    exact = recipe.name == "exact"
     if attn_mask is not None and not exact:
         raise bad_value(
             "no attn_mask: clustering cannot honour a dense mask or an additive bias",
@@ -242,16 +242,16 @@ def _with_extras(
         raise bad_value("dropout_p in [0, 1)", dropout_p, "dropout_p=0.0")
     if dropout_p > 0.0 and not exact:
         raise bad_value(
-            f"dropout_p=0.0: {type(room).__name__} never holds the weights that dropout would thin out",
+            f"dropout_p=0.0: {type(recipe).__name__} never holds the weights that dropout would thin out",
             dropout_p,
             "dropout on the output, or method=ca.Exact()",
         )
-    if (state is not None or keep_state) and not room.stateful:
+    if (state is not None or keep_state) and not recipe.stateful:
         raise bad_value(
-            "a method with state (Routing, ClusterFormer)", type(room).__name__, "leaving out state and return_state"
+            "a method with state (Routing, ClusterFormer)", type(recipe).__name__, "leaving out state and return_state"
         )
-    if call.points is not None and room.name != "clusterformer":
-        raise bad_value("points only with method=ClusterFormer", type(room).__name__, "leaving out points")
+    if call.points is not None and recipe.name != "clusterformer":
+        raise bad_value("points only with method=ClusterFormer", type(recipe).__name__, "leaving out points")
     if attn_mask is not None:
         try:
             torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))  # type: ignore[no-untyped-call]
@@ -261,13 +261,13 @@ def _with_extras(
     return replace(call, lse=lse, state=state, keep_state=keep_state, attn_mask=attn_mask, dropout_p=dropout_p)
 
 
-def _known(room: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
+def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
     """Groups handed in by the caller must be of this method's kind and of this call's shape."""
-    wanted = room.groups_type
+    wanted = recipe.groups_type
     if wanted is None or not isinstance(groups, wanted):
         name = "no groups" if wanted is None else wanted.__name__
         raise bad_type(
-            f"{name} for {type(room).__name__}",
+            f"{name} for {type(recipe).__name__}",
             type(groups).__name__,
             "ca.groups(q, k, method=...) with the same method",
         )

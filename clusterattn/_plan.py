@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from ._errors import bad_type, bad_value
+from ._files import write_whole
 from ._types import Method
 from .methods import method as as_method
 
@@ -65,8 +66,6 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan; nobody ever sees half of it."""
-        from .measure.rows import write_whole
-
         return write_whole(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod

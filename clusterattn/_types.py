@@ -61,7 +61,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Roll:
+class Members:
     """The queries sorted by cluster: cluster i holds ``order[first[i] : first[i + 1]]``; nobody's come last."""
 
     order: Tensor  # (b*h n)
@@ -72,7 +72,7 @@ class Roll:
 class Clusters:
     """Who is alike. Labels carry no gradient, means do.
 
-    ``labels[i]`` is the cluster whose centroid answers for query i, ``members[i]`` the cluster that query i
+    ``labels[i]`` is the cluster whose centroid answers for query i, ``member_of[i]`` the cluster that query i
     helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
     queries and becomes part of a centroid for later ones.
     """
@@ -80,8 +80,8 @@ class Clusters:
     labels: Tensor  # (b h n), -1 = no cluster
     counts: Tensor  # (b h c) members of each cluster
     means: Tensor  # (b h c d) mean of the members
-    members: Tensor  # (b h n), -1 = no cluster
-    roll: Roll | None = None  # of the members, where kernels read it
+    member_of: Tensor  # (b h n), -1 = no cluster
+    members: Members | None = None  # sorted by member_of, where kernels read it
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ Groups = Union[Clusters, Buckets, None]
 
 @dataclass(frozen=True)
 class Call:
-    """What every room needs to know of one call besides q, k and v."""
+    """What every method needs to know of one call besides q, k and v."""
 
     mask: Mask
     scale: float

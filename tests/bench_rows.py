@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from clusterattn._rows import Row
 from clusterattn.measure.bench import PASSES
-from clusterattn.measure.rows import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 

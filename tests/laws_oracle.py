@@ -20,7 +20,7 @@ def expected_rows(
         how = {"top": getattr(method, "top", 0), "mass": getattr(method, "mass", "tangent"), "scale": scale}
         if causal:
             return oracle.block_causal_rows(
-                q, k, groups.labels, groups.members, seen, block=method.block, **how
+                q, k, groups.labels, groups.member_of, seen, block=method.block, **how
             )
         return oracle.clustered_rows(q, k, groups.labels, seen, **how)
     if isinstance(method, ca.Exact):

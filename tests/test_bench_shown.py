@@ -11,11 +11,11 @@ import pytest
 import torch
 from bench_rows import a_row, a_run, script, without
 
+from clusterattn._rows import Row, append
 from clusterattn.measure import bench as bench_module
 from clusterattn.measure import read
 from clusterattn.measure.bench import PASSES
 from clusterattn.measure.race import Race
-from clusterattn.measure.rows import Row, append
 from clusterattn.measure.speed_table import HEAD, as_text, cells, joined, microseconds
 
 # ---------------------------------------------------------------- table
@@ -251,8 +251,8 @@ def test_the_command_prints_one_table_for_cuda(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("matplotlib")
     from typer.testing import CliRunner
 
+    from clusterattn import _rows as files
     from clusterattn import cli
-    from clusterattn.measure import rows as files
 
     asked: dict[str, Any] = {}
 

@@ -8,8 +8,8 @@ import torch
 import clusterattn as ca
 from clusterattn.measure import proposition1, subset_error
 from clusterattn.measure.error import exact_matrix
-from tests import laws
-from tests.laws import close, draw, not_above, padded
+import laws
+from laws import close, draw, not_above, padded
 
 
 @pytest.mark.parametrize("mask", ["all", *laws.PADDINGS])

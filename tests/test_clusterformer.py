@@ -12,8 +12,8 @@ from torch import Tensor
 
 import clusterattn as ca
 from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
-from tests import laws
-from tests.laws import close, draw, padded, same_bits
+import laws
+from laws import close, draw, padded, same_bits
 
 DIM, HEADS, N = 12, 3, 20
 FIRST = {"scope": "shared", "trains": "all"}  # the first reading of this project
@@ -245,7 +245,7 @@ def test_watched_layers_tell_how_they_grouped() -> None:
         for head in points[row, :many].unflatten(-1, (HEADS, -1)).unbind(1):
             unit = torch.nn.functional.normalize(head, dim=-1)
             wanted.append((unit @ unit.T)[~torch.eye(many, dtype=torch.bool)].mean())
-    assert abs(seen[0].points - float(torch.stack(wanted).mean())) < 1e-4
+    assert abs(seen[0].points - float(torch.stack(wanted).mean().detach())) < 1e-4
     assert 1 <= seen[0].used <= 4
     assert 0.25 <= seen[0].largest <= 1
     assert "cosine of points" in str(seen[0])
@@ -289,3 +289,33 @@ def test_the_first_reading_collapses_and_the_watch_sees_it() -> None:
         found[name] = seen[0].points
     assert found["first"] > 0.5
     assert found["default"] < found["first"]
+
+
+def test_training_reports_its_groupings_and_warns_once() -> None:
+    from clusterattn_papers.tasks.copying import Copying
+    from clusterattn_papers.train import Settings, fit
+
+    task = Copying(7, examples=400, judged=16)
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "heads": 2, "layers": 1, "feedforward": 32, "dropout": 0.0}
+    model = task.model("clusterformer:clusters=3,trains=all,mu=5,nu=5", **sizes)
+    with pytest.warns(UserWarning, match="collapsed") as seen:
+        fitted = fit(task, model, Settings(steps=90, batch=8, lr=2e-2, optimizer="adamw", evaluate=30), device="cpu")
+    assert sum("collapsed" in str(each.message) for each in seen) == 1
+    groupings = [each["groupings"] for each in fitted.history]
+    assert groupings[-1]["points"][0] > 0.95
+    assert all(len(each["used"]) == len(each["largest"]) == len(each["centroids"]) == 1 for each in groupings)
+    plain = fit(task, task.model("exact", **sizes), Settings(steps=2, batch=8), device="cpu")
+    assert all("groupings" not in each for each in plain.history)
+
+
+def test_models_keep_every_setting() -> None:
+    from clusterattn_papers.models.tagger import Tagger
+    from clusterattn_papers.models.translator import Translator
+
+    method = ca.ClusterFormer(**OTHER)
+    tagger, translator = Tagger(5, 5, method, dim=12, heads=3, layers=2), Translator(9, str(method), dim=12, heads=3)
+    found = [layer.attention.method for stack in (tagger.stack.layers, translator.encoder.layers, translator.decoder)
+             for layer in stack.layers]  # fmt: skip
+    assert len(found) == 2 + 3 + 3
+    assert set(found) == {method}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clusterattn.clustering import NeuralClustering
-from clusterattn.reproduce import Context
-from clusterattn.reproduce.clusterformer_table6 import (
+from clusterattn_papers.clustering import NeuralClustering
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce.clusterformer_table6 import (
     Images,
     Table6,
     accuracies,
@@ -160,7 +160,8 @@ def test_equal_points_and_zeros_do_no_harm() -> None:
 
 
 def test_torch_alone_is_needed() -> None:
-    code = "import sys; import clusterattn.clustering as c; print(sorted({'sklearn', 'accelerate'} & set(sys.modules)))"
+    absent = "sorted({'sklearn', 'accelerate'} & set(sys.modules))"
+    code = f"import sys; import clusterattn_papers.clustering as c; print({absent})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
 
 # Served by kernels alone, and checked beside them: see test_kernels.py and test_kernels_hashing.py.
 KERNELS_ALONE = {
-    "take", "take_backward", "broadcast", "broadcast_backward", "roll", "codes", "near_and_far",
+    "take", "take_backward", "broadcast", "broadcast_backward", "members", "codes", "near_and_far",
     "near_and_far_backward", "directions", "scores", "polytope", "balanced", "chunked", "unit", "unit_backward",
 }  # fmt: skip
 

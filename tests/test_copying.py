@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from clusterattn.models import Answer
-from clusterattn.models.tagger import Tagger
-from clusterattn.reproduce import Context
-from clusterattn.reproduce.clustered_fig5 import Figure5
-from clusterattn.tasks import batches
-from clusterattn.tasks.copying import Copying
-from clusterattn.train import Settings, fit, judge
+from clusterattn_papers.models import Answer
+from clusterattn_papers.models.tagger import Tagger
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce.clustered_fig5 import Figure5
+from clusterattn_papers.tasks import batches
+from clusterattn_papers.tasks.copying import Copying
+from clusterattn_papers.train import Settings, fit, judge
 
 
 def test_the_target_is_0w0w_and_can_be_told_from_the_input() -> None:

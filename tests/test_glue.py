@@ -13,11 +13,11 @@ pytest.importorskip("transformers", reason='needs the extra "train"')
 pytest.importorskip("accelerate", reason='needs the extra "train"')
 
 from clusterattn.hf import register
-from clusterattn.models import Answer
-from clusterattn.models.pretrained import Pretrained, answering_with, encoder, tiny
-from clusterattn.tasks import batches, glue
-from clusterattn.tasks.glue import INVENTED, PIECES, Glue, Text, opened, said
-from clusterattn.train import Settings, fit, judge
+from clusterattn_papers.models import Answer
+from clusterattn_papers.models.pretrained import Pretrained, answering_with, encoder, tiny
+from clusterattn_papers.tasks import batches, glue
+from clusterattn_papers.tasks.glue import INVENTED, PIECES, Glue, Text, opened, said
+from clusterattn_papers.train import Settings, fit, judge
 
 EVERY = ["exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4",
          "smyrf:rounds=2,q_seats=4,k_seats=4", "smyrf:rounds=2,q_seats=4,k_seats=4,transform=e2lsh",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clusterattn as ca
-from clusterattn import _draw
+from clusterattn.ops import draw
 from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -102,10 +102,10 @@ def test_opcheck_with_kernels() -> None:
     keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
     seating = (None, queries, keys, None, None, None, 0.25, 2, -1, 0, False, 1, True)
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
-    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.roll(labels, 3)
+    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3)
     for op, args in (
         (ops.take, (k, at)),
-        (ops.roll, (labels, 3)),
+        (ops.members, (labels, 3)),
         (ops.broadcast, (c, labels, None, None)),
         (ops.broadcast, (c, labels, order, first)),
         (ops.means, (q, labels, order, first, 3, True)),
@@ -126,7 +126,7 @@ def test_opcheck_with_kernels() -> None:
 @pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150)])
 def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
     labels = torch.randint(-1, clusters, (1, 3, n), generator=torch.Generator().manual_seed(n)).to(DEVICE)
-    order, first = torch.ops.clusterattn.roll(labels, clusters)
+    order, first = torch.ops.clusterattn.members(labels, clusters)
     home = torch.where(labels[0] < 0, clusters, labels[0])
     assert torch.equal(order.long(), home.argsort(dim=-1, stable=True))
     counts = torch.stack([torch.bincount(one, minlength=clusters + 1) for one in home])
@@ -150,19 +150,21 @@ def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
 
 
 def test_draws_are_the_same_on_every_device() -> None:
-    from clusterattn._draw_kernels import bits, lottery, strata
+    from clusterattn.ops.draw.kernels import bits, stratified, stratified_among
 
     counter = torch.arange(500) * 7 + (5 << 32)
     for seed, stream in ((0, 1), (1, 2), (123456789012345, 9)):
         for told in ((seed, None), (0, torch.tensor(seed, device=DEVICE))):
             mine = bits(counter.to(DEVICE), told[0], stream, told[1]).cpu()
-            assert torch.equal(mine, _draw.bits(counter, seed, stream))
+            assert torch.equal(mine, draw.bits(counter, seed, stream))
             for n, most in ((1000, 37), (20, 37)):
-                mine = strata(n, told[0], stream, most, torch.device(DEVICE), told[1]).cpu()
+                mine = stratified(n, told[0], stream, most, torch.device(DEVICE), told[1]).cpu()
                 all_real = torch.ones(1, n, dtype=torch.bool)
-                assert torch.equal(mine, _draw.strata(counter, n, seed, stream, most))
-                assert torch.equal(mine, _draw.lottery(all_real, seed, stream, most)[0])
-                assert torch.equal(mine, lottery(all_real.to(DEVICE), told[0], stream, most, None, told[1])[0].cpu())
+                assert torch.equal(mine, draw.stratified(counter, n, seed, stream, most))
+                assert torch.equal(mine, draw.stratified_among(all_real, seed, stream, most)[0])
+                assert torch.equal(
+                    mine, stratified_among(all_real.to(DEVICE), told[0], stream, most, None, told[1])[0].cpu()
+                )
 
 
 def test_triton_refuses_what_it_cannot_serve() -> None:
@@ -173,6 +175,6 @@ def test_triton_refuses_what_it_cannot_serve() -> None:
 
 @pytest.mark.skipif(not INTERPRETING, reason="only an interpreter could be taken by mistake")
 def test_auto_never_interprets() -> None:
-    from clusterattn.ops._jit import serve
+    from clusterattn.ops._jit import use_kernel
 
-    assert not serve("coarse", "auto", None)
+    assert not use_kernel("coarse", "auto", None)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import clusterattn as ca
-from clusterattn import _draw
-from clusterattn.ops import choose
+from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -36,7 +35,7 @@ def some(b: int, n: int, padding: int) -> torch.Tensor | None:
 @pytest.mark.parametrize("seed", [0, 7, 123456789012345])
 def test_directions_are_the_drawn_ones(seed: int) -> None:
     like = tokens(1)
-    plain = _draw.directions(3, 5, 10, seed, like)
+    plain = draw.directions(3, 5, 10, seed, like)
     for told in (seed, torch.tensor(seed, device=DEVICE)):
         assert torch.allclose(FAST.directions(3, 5, 10, told, like), plain, rtol=1e-6, atol=1e-6)
 

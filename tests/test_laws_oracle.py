@@ -155,7 +155,7 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
         for bi in range(b):
             for hi in range(h):
                 for c in range(g.counts.shape[-1]):
-                    here = (g.members[bi, hi] == c).nonzero()[:, 0]
+                    here = (g.member_of[bi, hi] == c).nonzero()[:, 0]
                     assert int(g.counts[bi, hi, c]) == len(here)
                     if len(here):
                         close(g.means[bi, hi, c], x.q[bi, hi, here].mean(0))
@@ -164,7 +164,7 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
         assert (g.labels < g.counts.shape[-1]).all()
         if not causal:
             assert torch.equal(g.labels >= 0, valid[:, None].expand_as(g.labels))
-            assert torch.equal(g.labels, g.members)
+            assert torch.equal(g.labels, g.member_of)
 
 
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])

@@ -123,4 +123,4 @@ def test_clustered_and_improved_with_equal_settings_have_equal_labels(
         x.groups(method, causal=causal) for method in (ca.Clustered(**same), ca.Improved(**same, top=4))
     )
     assert torch.equal(one.labels, two.labels)
-    assert torch.equal(one.members, two.members)
+    assert torch.equal(one.member_of, two.member_of)

@@ -154,7 +154,7 @@ def test_permuting_queries_with_their_groups_permutes_the_answers(case: Case) ->
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
     if isinstance(groups, ca.Clusters):
         groups = dataclasses.replace(
-            groups, labels=groups.labels[..., order], members=groups.members[..., order]
+            groups, labels=groups.labels[..., order], member_of=groups.member_of[..., order]
         )
     else:
         seats = torch.where(groups.queries < 0, groups.queries, order.argsort()[groups.queries.clamp(min=0)])

@@ -7,12 +7,12 @@ import lzma
 import pytest
 import torch
 
-from clusterattn.models.masked import MaskedLM, Tuned
-from clusterattn.reproduce import Context
-from clusterattn.reproduce.clusterformer_table8 import PUBLISHED, SPECS, Table8, invented
-from clusterattn.tasks import batches
-from clusterattn.tasks.masked import CLS, MASK, PAD, SEP, SPECIALS, Masked, articles, documents_in
-from clusterattn.train import Settings, fit, load, save
+from clusterattn_papers.models.masked import MaskedLM, Tuned
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce.clusterformer_table8 import PUBLISHED, SPECS, Table8, invented
+from clusterattn_papers.tasks import batches
+from clusterattn_papers.tasks.masked import CLS, MASK, PAD, SEP, SPECIALS, Masked, articles, documents_in
+from clusterattn_papers.train import Settings, fit, load, save
 
 METHODS = [
     "exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4", "smyrf",

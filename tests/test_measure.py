@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import clusterattn as ca
+from clusterattn._files import write_whole
+from clusterattn._rows import commit, dumps, rows_path
 from clusterattn.measure import (
     append,
     embedded,
@@ -27,7 +29,6 @@ from clusterattn.measure import (
 from clusterattn.measure.bench import _fault, bench
 from clusterattn.measure.compare import compare, methods_for, scaled
 from clusterattn.measure.error import exact_matrix
-from clusterattn.measure.rows import commit, dumps, rows_path, write_whole
 from clusterattn.measure.show import _in_lines
 
 pytest.importorskip("safetensors")

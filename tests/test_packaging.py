@@ -35,7 +35,8 @@ def test_the_wheel_carries_types_data_and_templates_but_no_tests(wheel: Path) ->
     names = set(zipfile.ZipFile(wheel).namelist())
     here = [
         path
-        for path in (ROOT / "clusterattn").rglob("*")
+        for package in ("clusterattn", "clusterattn_papers")
+        for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
     assert {str(path.relative_to(ROOT)) for path in here} <= names
@@ -92,3 +93,75 @@ def test_the_wheel_installs_and_answers_elsewhere(wheel: Path, tmp_path: Path) -
 def test_importing_the_core_imports_no_extra() -> None:
     code = f"import clusterattn, sys; print([name for name in {EXTRAS} if name in sys.modules])"
     assert run(sys.executable, "-c", code).strip() == "[]"
+
+
+# ---- what an import brings -----------------------------------------------------------------------
+
+ATTENTION = ("ops", "methods")  # folders that attention is made of
+FILES = {"", "_attention", "_types", "_errors", "_version", "_moved"}
+
+
+def brought() -> list[str]:
+    """Our modules that a bare import loads, without the package's name."""
+    code = "import clusterattn, sys; print(*(name for name in sys.modules if name.startswith('clusterattn')))"
+    return [name.removeprefix("clusterattn").removeprefix(".") for name in run(sys.executable, "-c", code).split()]
+
+
+def test_importing_the_library_loads_attention_alone() -> None:
+    names = brought()
+    assert [name for name in names if name.split(".")[0] not in ATTENTION and name not in FILES] == []
+    kernels = [name for name in names if "kernels" in name or name in ("ops.coarse.near", "ops.kmeans.moments")]
+    assert len(names) - len(kernels) <= 40
+
+
+def test_importing_the_library_is_quick_beside_torch() -> None:
+    code = (
+        "import time; a = time.perf_counter(); import torch\n"
+        "try: import triton.language\n"  # torch's own, which kernels are written in
+        "except ModuleNotFoundError: pass\n"
+        "b = time.perf_counter(); import clusterattn; print(b - a, time.perf_counter() - b)"
+    )
+    times = [tuple(map(float, run(sys.executable, "-c", code).split())) for _ in range(3)]
+    torch_alone, ours = (min(each) for each in zip(*times, strict=True))
+    assert ours < 0.25 * torch_alone
+
+
+def test_everything_public_is_listed_and_there() -> None:
+    import clusterattn as ca
+
+    assert {*ca.__all__, "hf"} == set(dir(ca))
+    for name in ca.__all__:
+        assert getattr(ca, name) is not None
+    assert callable(ca.tune)
+
+
+# ---- old names -----------------------------------------------------------------------------------
+
+OLD = {
+    "import clusterattn as ca; found = ca.tasks.task_named": "clusterattn_papers.tasks",
+    "import clusterattn as ca; found = ca.train.fit": "clusterattn_papers.train.loop",
+    "import clusterattn as ca; ca.models; found = ca.models.Stack": "clusterattn_papers.models._parts",
+    "import clusterattn as ca; found = ca.reproduce.Experiment": "clusterattn_papers.reproduce._experiment",
+    "import clusterattn as ca; found = ca.NeuralClustering": "clusterattn_papers.clustering",
+    "from clusterattn.clustering import NeuralClustering as found": "clusterattn_papers.clustering",
+    "from clusterattn import train; found = train.fit": "clusterattn_papers.train.loop",
+    "from clusterattn.tasks.glue import Glue as found": "clusterattn_papers.tasks.glue",
+    "import clusterattn.models.text as text; found = text.Classifier": "clusterattn_papers.models.text",
+}
+
+
+@pytest.mark.parametrize("code", OLD)
+def test_an_old_name_leads_to_the_one_copy_and_warns_once(code: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    told = (
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        f"    {code}\n"
+        "ours = [each for each in caught if 'clusterattn' in str(each.message)]\n"
+        "import importlib\n"
+        "same = getattr(importlib.import_module(found.__module__), found.__name__) is found\n"
+        "print(found.__module__, same, len(ours), ours[0].category.__name__, ours[0].filename)"
+    )
+    assert run(sys.executable, "-c", told).split() == [OLD[code], "True", "1", "DeprecationWarning", "<string>"]

@@ -62,7 +62,7 @@ def test_every_file_of_the_tree_exists() -> None:
 
 
 def test_every_python_file_is_in_the_tree() -> None:
-    for folder in ("clusterattn", "benchmarks", "tests"):
+    for folder in ("clusterattn", "clusterattn_papers", "benchmarks", "tests"):
         here = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert sorted(here - tree()) == []
 

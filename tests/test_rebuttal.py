@@ -14,11 +14,11 @@ pytest.importorskip("transformers", reason='needs the extra "train"')
 pytest.importorskip("accelerate", reason='needs the extra "train"')
 pytest.importorskip("matplotlib", reason='needs the extra "cli"')
 
-from clusterattn.measure.rows import Row, dumps
-from clusterattn.reproduce import Context, Experiment, clustered_fig8, clustered_table4, smyrf_rebuttal
-from clusterattn.reproduce.clustered_fig8 import ClusteredFig8
-from clusterattn.reproduce.clustered_table4 import ClusteredTable4
-from clusterattn.reproduce.smyrf_rebuttal import BigGan, Block, Imdb
+from clusterattn._rows import Row, dumps
+from clusterattn_papers.reproduce import Context, Experiment, clustered_fig8, clustered_table4, smyrf_rebuttal
+from clusterattn_papers.reproduce.clustered_fig8 import ClusteredFig8
+from clusterattn_papers.reproduce.clustered_table4 import ClusteredTable4
+from clusterattn_papers.reproduce.smyrf_rebuttal import BigGan, Block, Imdb
 
 EVERY = [*clustered_table4.EXPERIMENTS, *clustered_fig8.EXPERIMENTS, *smyrf_rebuttal.EXPERIMENTS]
 

@@ -19,11 +19,11 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from clusterattn import reproduce
+from clusterattn._rows import read
 from clusterattn.cli import build
-from clusterattn.measure.rows import read
-from clusterattn.reproduce import Cell, Experiment, Table, beside, chosen, page, runner, spread
-from clusterattn.reproduce.report import write_page
+from clusterattn_papers import reproduce
+from clusterattn_papers.reproduce import Cell, Experiment, Table, beside, chosen, page, runner, spread
+from clusterattn_papers.reproduce.report import write_page
 
 RAN: list[str] = []
 
@@ -66,9 +66,9 @@ class Shown(Squares):
 
 @pytest.fixture(autouse=True)
 def _only_toys(monkeypatch):
-    module = ModuleType("clusterattn.reproduce.toys")
+    module = ModuleType("clusterattn_papers.reproduce.toys")
     module.EXPERIMENTS = [Squares, Shown]
-    monkeypatch.setitem(sys.modules, "clusterattn.reproduce.toys", module)
+    monkeypatch.setitem(sys.modules, "clusterattn_papers.reproduce.toys", module)
     monkeypatch.setattr(reproduce, "MODULES", ("toys",))
     RAN.clear()
 
@@ -108,7 +108,7 @@ def run_with_processes(tmp_path, code):
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_reproduce import Config, Squares, reproduce, runner\n"
-        "sys.modules['clusterattn.reproduce.toys'] = sys.modules[__name__]\n"
+        "sys.modules['clusterattn_papers.reproduce.toys'] = sys.modules[__name__]\n"
         "reproduce.MODULES = ('toys',)\n"
         f"{code}\n"
         "EXPERIMENTS = [Mine]\n"
@@ -233,7 +233,7 @@ def test_missing_data_is_said_before_the_work(tmp_path, monkeypatch):
 def test_data_in_a_folder_or_in_an_archive(tmp_path, monkeypatch):
     import tarfile
 
-    from clusterattn.tasks.files import folder_of
+    from clusterattn_papers.tasks.files import folder_of
 
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     (tmp_path / "data" / "text" / "mr-set").mkdir(parents=True)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from clusterattn.measure.reading import read_wav
-from clusterattn.models import Answer, attending_with, attentions
-from clusterattn.models.speech import SpeechEncoder, hide
-from clusterattn.reproduce import Context
-from clusterattn.reproduce import clustered_speech as speech_tables
-from clusterattn.reproduce._speech import SHOWN, SMALL, invented, thinned
-from clusterattn.tasks import batches, speech
-from clusterattn.tasks.speech import Recording, Speech, Spelled
+from clusterattn_papers.models import Answer, attending_with, attentions
+from clusterattn_papers.models.speech import SpeechEncoder, hide
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce import clustered_speech as speech_tables
+from clusterattn_papers.reproduce._speech import SHOWN, SMALL, invented, thinned
+from clusterattn_papers.tasks import batches, speech
+from clusterattn_papers.tasks.speech import Recording, Speech, Spelled
 
 WORDS = {"ONE": "W AH N", "A": "AH", "A(2)": "EY", "B": "B IY"}
 

@@ -16,17 +16,17 @@ pytest.importorskip("safetensors")
 
 import numpy
 
-from clusterattn.reproduce import _texts
-from clusterattn.reproduce._experiment import Context, apart, lead
-from clusterattn.reproduce._texts import SAYS, against_paper, compared, spec, task_losses, trained
-from clusterattn.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
-from clusterattn.tasks.files import folder_of, inside
-from clusterattn.tasks.labelled_files import divided, read_splits, records
-from clusterattn.tasks.pairs import Pairs, Ranking, ranked
-from clusterattn.tasks.text import Classify
-from clusterattn.tasks.text_sets import pair_set, text_set
-from clusterattn.tasks.vocabulary import UNKNOWN, Vectors, Vocabulary, words_of
-from clusterattn.train import Fitted, Settings, fit, judge, load, save
+from clusterattn_papers.reproduce import _texts
+from clusterattn_papers.reproduce._experiment import Context, apart, lead
+from clusterattn_papers.reproduce._texts import SAYS, against_paper, compared, spec, task_losses, trained
+from clusterattn_papers.reproduce.clusterformer_text import EXPERIMENTS, Figure5, Table3, Table4
+from clusterattn_papers.tasks.files import folder_of, inside
+from clusterattn_papers.tasks.labelled_files import divided, read_splits, records
+from clusterattn_papers.tasks.pairs import Pairs, Ranking, ranked
+from clusterattn_papers.tasks.text import Classify
+from clusterattn_papers.tasks.text_sets import pair_set, text_set
+from clusterattn_papers.tasks.vocabulary import UNKNOWN, Vectors, Vocabulary, words_of
+from clusterattn_papers.train import Fitted, Settings, fit, judge, load, save
 
 TEXT, PAIR = ("text", "label"), ("text_a", "text_b", "label")
 METHODS = [spec(method, mean=9, clusters=3) for method in SAYS]
@@ -271,7 +271,7 @@ class Said(torch.nn.Module):
         self.nothing = torch.nn.Parameter(torch.zeros(()))
 
     def forward(self, tokens: torch.Tensor, key_mask: torch.Tensor) -> Any:
-        from clusterattn.models import Answer
+        from clusterattn_papers.models import Answer
 
         now, self.picked = self.picked[: len(tokens)], self.picked[len(tokens) :]
         return Answer(torch.nn.functional.one_hot(torch.tensor(now), self.classes).float(), torch.zeros(()))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from clusterattn.reproduce import Context
-from clusterattn.reproduce._pace import measured
-from clusterattn.reproduce.timings import (
+from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce._pace import measured
+from clusterattn_papers.reproduce.timings import (
     EXPERIMENTS,
     LAYER,
     MODELS,

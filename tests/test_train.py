@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from toy_task import Toy
 
 from clusterattn.methods import METHODS
-from clusterattn.models import attending_with, attentions
 from clusterattn.nn import Encoder
-from clusterattn.tasks import batches, order, padded
-from clusterattn.train import Settings, fit, judge, loop
-from clusterattn.train.graphs import Replayed
-from clusterattn.train.radam import RAdam
+from clusterattn_papers.models import attending_with, attentions
+from clusterattn_papers.tasks import batches, order, padded
+from clusterattn_papers.train import Settings, fit, judge, loop
+from clusterattn_papers.train.graphs import Replayed
+from clusterattn_papers.train.radam import RAdam
 
 HERE = Path(__file__).parent
 SHORT = {"clustered": "clustered:clusters=4", "improved": "improved:clusters=4,top=4",
@@ -101,7 +101,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
-        "from clusterattn.train import loop; loop.SAVE_EVERY = 0\n"
+        "from clusterattn_papers.train import loop; loop.SAVE_EVERY = 0\n"
         "from test_train import Toy, trained\n"
         f"trained(Toy(), epochs=2000, folder={str(tmp_path / 'run')!r})\n"
     )

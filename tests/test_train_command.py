@@ -14,8 +14,8 @@ pytest.importorskip("matplotlib", reason='needs the extra "cli"')
 
 from typer.testing import CliRunner
 
-from clusterattn import train
 from clusterattn.cli import build
+from clusterattn_papers import train
 
 WORDS = {"praise": ["lovely", "splendid", "warm", "bright"], "blame": ["dreadful", "boring", "cold", "dull"]}
 SMALL = ("--dim", 32, "--heads", 2, "--layers", 1, "--lr", 0.01, "--device", "cpu")

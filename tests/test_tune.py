@@ -13,9 +13,9 @@ import clusterattn as ca
 pytest.importorskip("transformers")
 import tiny_models as tiny
 
-from clusterattn._tune import Search
-from clusterattn._tune_bench import Layer, usual_candidates
 from clusterattn.measure.cost import Shape, multiply_adds
+from clusterattn.tuning.bench import Layer, usual_candidates
+from clusterattn.tuning.search import Search
 
 FEW = [f"refined:clusters={c},top={t}" for c, t in ((6, 4), (6, 16), (16, 32), (4, 64))]
 

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from clusterattn.measure.reading import read_wav
-from clusterattn.tasks.files import text_of
-from clusterattn.tasks.labelled_files import divided, records
-from clusterattn.tasks.masked import Masked
-from clusterattn.tasks.pairs import ranked
-from clusterattn.tasks.text import Classify
-from clusterattn.tasks.translation import Translate
+from clusterattn_papers.tasks.files import text_of
+from clusterattn_papers.tasks.labelled_files import divided, records
+from clusterattn_papers.tasks.masked import Masked
+from clusterattn_papers.tasks.pairs import ranked
+from clusterattn_papers.tasks.text import Classify
+from clusterattn_papers.tasks.translation import Translate
 
 
 def _table(tmp_path, name, *lines):

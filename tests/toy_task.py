@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from clusterattn.models import Answer, Stack, mean_over
-from clusterattn.tasks import Task, classified, padded
+from clusterattn_papers.models import Answer, Stack, mean_over
+from clusterattn_papers.tasks import Task, classified, padded
 
 
 class ToyModel(nn.Module):

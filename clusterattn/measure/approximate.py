@@ -12,14 +12,14 @@ from torch import Tensor
 
 from .._attention import attention_matrix
 from .._errors import bad_value
+from .._extras import need
 from .._plan import LayerPlan, Plan
+from .._rows import Row, environment
 from .._types import Method
 from ..methods import Exact
 from . import cost
-from ._extra import need
 from .compare import DENSE_LIMIT
 from .error import exact_matrix
-from .rows import Row, environment
 from .speed import once
 from .tasks import Answer, Batch, Loaded, Sums, Task
 

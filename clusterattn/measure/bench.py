@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import attention, groups
+from .._attention import attention, groups
+from .._rows import Row, environment
 from .._types import Method
-from .rows import Row, environment
 from .sample import Sample, mixture
 from .speed import Run, interleaved, peak_memory
 

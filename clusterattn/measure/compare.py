@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import METHODS, attention, attention_matrix, groups
+from .._attention import attention, attention_matrix, groups
+from .._rows import Row, environment
 from .._types import Clusters, Groups, Method
+from ..methods import METHODS
 from .error import exact_answer, exact_matrix, head_errors, relative_error, row_l1
-from .rows import Row, environment
 from .sample import Sample
 from .speed import interleaved, peak_memory
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._extra import need
-from .rows import Row
+from .._extras import need
+from .._rows import Row
 
 STYLE: dict[str, tuple[str, str]] = {  # name -> colour, marker
     "exact": ("#000000", "*"),

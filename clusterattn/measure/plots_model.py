@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._extra import need
+from .._extras import need
+from .._rows import Row
 from .plots import _handle, as_png, canvas, plain_log_ticks, rules, short, style_of
-from .rows import Row
 
 HEAT_PANELS = 4
 WRITTEN_CELLS = 200  # a heat map with more cells than this has colours alone

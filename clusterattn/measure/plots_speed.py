@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from math import exp, log
 from typing import Any
 
+from .._rows import Row
 from .bench import PASSES, PEER
 from .plots import OTHER, STYLE, _handle, _line, as_png, canvas, plain_log_ticks, rules, short, style_of
-from .rows import Row
 from .speed_table import spaced
 
 Curve = dict[int, float]  # length -> seconds per token

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import attention, groups
+from .._attention import attention, groups
+from .._rows import Row, environment
 from .._types import Method
 from . import bench as parts
 from .bench import GRADIENTS, MEMORY_BY, PASSES, PEER
 from .error import exact_answer, relative_error
-from .rows import Row, environment
 from .sample import Sample, mixture
 from .speed import Run, Timed, copy_speed, first_line, peak_memory, timed
 

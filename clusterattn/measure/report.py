@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .._extras import need
+from .._files import write_whole
+from .._rows import Row, dumps
 from .._types import Clusters
 from . import plots
-from ._extra import need
 from .compare import DENSE_LIMIT, Comparison
-from .rows import Row, dumps, write_whole
 
 if TYPE_CHECKING:
     from .approximate import Approximation
@@ -161,15 +162,15 @@ def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "")
     )
 
 
-def page(template: str, pictures: dict[str, bytes], **facts: Any) -> str:
-    """A template of this folder with its pictures inside: one file that needs no other."""
+def page(template: str, pictures: dict[str, bytes], *, folder: Path = TEMPLATES, **facts: Any) -> str:
+    """A template with its pictures inside: one file that needs no other."""
     jinja2 = need("jinja2")
     made = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        loader=jinja2.FileSystemLoader(TEMPLATES, encoding="utf-8"),
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES], encoding="utf-8"),
     )
     return str(
         made.get_template(template).render(

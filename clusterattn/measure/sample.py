@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_type, bad_value
-from ._extra import need
+from .._extras import need
 
 EMBEDDED = Path(__file__).parent.parent / "data" / "minilm_alice.safetensors"
 

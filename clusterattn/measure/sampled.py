@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._draw import bits
 from .._errors import bad_value, check_whole
 from .._types import Mask, Method
 from ..methods import MethodSpec
 from ..methods import method as as_method
+from ..ops.draw import bits
 
 RESAMPLES = 499
 STREAM_QUERIES, STREAM_RESAMPLES = 101, 102  # no method draws from these, so the sample knows nothing of the groups

@@ -8,24 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._extra import need
+from .._extras import need
 
 if TYPE_CHECKING:
     from .._plan import Plan
-    from ..reproduce import Experiment
-    from ..tasks import Task
-    from ..train import Fitted
+    from .._rows import Row
     from .approximate import Approximation
     from .compare import Comparison
-    from .rows import Row
 
 
 def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
     from .report import headline, table_cells
 
-    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
     b, h, n, m, d, _ = result.sample.shape
-    rich.print(f"[dim]{_literal(result.sample.source)}[/]", highlight=False)
+    rich.print(f"[dim]{literal(result.sample.source)}[/]", highlight=False)
     rich.print(
         f"[dim]{b} × {h} heads × {n} queries × {m} keys × {d}{', causal' if result.causal else ''}[/]",
         highlight=False,
@@ -36,44 +33,44 @@ def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
     exact, *others = result.rows
     table.add_row(*(f"[dim]{cell}[/]" for cell in (exact["method"], *table_cells(exact))))
     for row in sorted(others, key=lambda row: float(row["error"])):
-        table.add_row(_literal(row["method"]), *table_cells(row))
+        table.add_row(literal(row["method"]), *table_cells(row))
     rich.print(table)
     for label, why in result.skipped.items():
-        rich.print(f"[dim]not measured: {_literal(label)} ({why})[/]", highlight=False)
+        rich.print(f"[dim]not measured: {literal(label)} ({why})[/]", highlight=False)
     for note in result.notes:
         rich.print(f"[dim]{note}[/]", highlight=False)
     rich.print(headline(result), highlight=False)
-    _show_written(written)
+    show_written(written)
 
 
 def show_approximation(result: Approximation, written: Sequence[Path]) -> None:
     from .report import approximation_cells, approximation_headline
 
-    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
     exact, *others = result.rows
     size = f"{exact['sequences']} sequences of {exact['keys_mean']:.0f} keys on average"
-    rich.print(f"[dim]{_literal(exact['model'])}, {exact['task']}, {size}[/]", highlight=False)
+    rich.print(f"[dim]{literal(exact['model'])}, {exact['task']}, {size}[/]", highlight=False)
     table.add_column("method", no_wrap=True)
     for title in (*exact["figures"], "difference", "hidden-state error", "multiply-adds", "time"):
         table.add_column(title, justify="right")
     table.add_row(*(f"[dim]{cell}[/]" for cell in ("exact", *approximation_cells(exact))))
     for row in sorted(others, key=lambda row: float(row["error"])):
-        table.add_row(_literal(row["method"]), *approximation_cells(row))
+        table.add_row(literal(row["method"]), *approximation_cells(row))
     rich.print(table)
     for note in result.notes:
-        rich.print(f"[dim]{_literal(note)}[/]", highlight=False)
+        rich.print(f"[dim]{literal(note)}[/]", highlight=False)
     rich.print(approximation_headline(result), highlight=False)
-    _show_written(written)
+    show_written(written)
 
 
 def show_plan(plan: Plan, written: Sequence[Path]) -> None:
     """Which layer got what, what it costs there, and what all of it together does to the model's output."""
-    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
+    rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
     for title in ("layer", "method", "share of exact's cost", "error in the layer"):
         table.add_column(title, justify="left" if title in ("layer", "method") else "right")
     for row in plan.note["layers"]:
         cells = row["layer"], row["method"], f"{row['cost_share']:.1%}", f"{row['error']:.4f}"
-        table.add_row(*(_literal(cell) for cell in cells), style="dim" if row["method"] == "exact" else None)
+        table.add_row(*(literal(cell) for cell in cells), style="dim" if row["method"] == "exact" else None)
     rich.print(table)
     note = plan.note
     rich.print(
@@ -81,69 +78,13 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
         f"{note['cost_share']:.1%} of exact attention's {note['cost']}",
         highlight=False,
     )
-    _show_written(written)
-
-
-def show_trained(
-    task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, float]], written: Sequence[Path]
-) -> None:
-    rich, table = _console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
-    table.add_column("split")
-    for title in fitted.best:
-        table.add_column(title, justify="right")
-    for split, told in {"dev": fitted.best, **figures}.items():
-        table.add_row(split, *(f"{told[title]:.4g}" for title in fitted.best))
-    rich.print(table)
-    counts = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
-    labels: Sequence[str] = getattr(task, "labels", ())
-    if labels:
-        more = " …" if len(labels) > 20 else ""
-        rich.print(f"labels: {_literal(', '.join(map(str, labels[:20])))}{more}", highlight=False)
-    rich.print(f"{counts} examples; {fitted.steps} updates in {fitted.seconds:.0f} s", highlight=False)
-    _show_written(written)
-
-
-def show_experiments(found: Mapping[str, Experiment]) -> None:
-    rich = _console()
-    for paper in dict.fromkeys(each.paper for each in found.values()):
-        table = _titled(paper)
-        for title in ("name", "place", "what", "data"):
-            table.add_column(title, no_wrap=title in ("name", "place"))
-        for each in (each for each in found.values() if each.paper == paper):
-            about = _literal(each.about) + (f"\n[yellow]{_literal(each.cannot)}[/]" if each.cannot else "")
-            table.add_row(each.name, each.place, about, ", ".join(each.needs) or "generated")
-        rich.print(table)
-
-
-def _titled(title: str) -> Any:
-    return need("rich.table").Table(title=_literal(title), title_justify="left", box=need("rich.box").SIMPLE_HEAD)
-
-
-def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from ..reproduce.page import config_of, differences
-
-    rich, config = _console(), config_of(experiment, scale)
-    for each in experiment.tables(rows, config):
-        table = _titled(each.title)
-        for at, title in enumerate(each.columns):
-            table.add_column(_literal(title), justify="right" if at else "left")
-        for row in each.rows:
-            table.add_row(*map(_literal, row))
-        rich.print(table)
-        for note in each.notes:
-            rich.print(f"[dim]{_literal(note)}[/]", highlight=False)
-    rich.print("[dim]the paper | ours[/]")
-    for line in experiment.findings(rows, config):
-        rich.print(f"• {_literal(line)}", highlight=False)
-    for line in differences(experiment, scale):
-        rich.print(f"[dim]• {_literal(line)}[/]", highlight=False)
-    _show_written(written)
+    show_written(written)
 
 
 def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
     from .report import human_bytes, human_ratio, human_seconds
 
-    rich = _console()
+    rich = console()
     lengths = sorted({row["n"] for row in rows})
     for which in dict.fromkeys(row["pass"] for row in rows):
         table = need("rich.table").Table(
@@ -167,46 +108,46 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
                 cells.append(
                     f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}"
                 )
-            table.add_row(_literal(label), *cells, end_section=True)
+            table.add_row(literal(label), *cells, end_section=True)
         rich.print(table)
     for row in rows:
         if row.get("failed"):
             rich.print(
-                f"[red]{_literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed"
+                f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed"
             )
-    _show_written(written)
+    show_written(written)
 
 
-def _show_written(paths: Sequence[Path]) -> None:
+def show_written(paths: Sequence[Path]) -> None:
     if paths:
-        rich = _console()
+        rich = console()
         rich.print()
         for path in paths:
             rich.print(f"  {path}", highlight=False, soft_wrap=True, markup=False)
 
 
 def show_env(facts: Mapping[str, Any], verbs: Sequence[tuple[str, ...]]) -> None:
-    rich, table = _console(), need("rich.table")
+    rich, table = console(), need("rich.table")
     listed = table.Table.grid(padding=(0, 2))
     for key, value in facts.items():
-        listed.add_row(f"[dim]{key}[/]", "[dim]not there[/]" if value is None else _literal(str(value)))
+        listed.add_row(f"[dim]{key}[/]", "[dim]not there[/]" if value is None else literal(str(value)))
     rich.print(listed)
     shown = table.Table(box=need("rich.box").SIMPLE_HEAD)
     for title in ("device", "operation", "backend", "why not a faster one"):
         shown.add_column(title)
     for each in verbs:
-        shown.add_row(*("" if cell is None else _literal(str(cell)) for cell in each))
+        shown.add_row(*("" if cell is None else literal(str(cell)) for cell in each))
     rich.print(shown)
 
 
-def _console(stderr: bool = False) -> Any:
-    console = need("rich.console").Console(stderr=stderr)
-    if not console.is_terminal:  # a pipe or a file has no width of its own: leave tables whole
-        console.width = max(console.width, 140)
-    return console
+def console(stderr: bool = False) -> Any:
+    made = need("rich.console").Console(stderr=stderr)
+    if not made.is_terminal:  # a pipe or a file has no width of its own: leave tables whole
+        made.width = max(made.width, 140)
+    return made
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     return str(need("rich.markup").escape(text))
 
 
@@ -216,9 +157,9 @@ def progress() -> Iterator[Callable[..., object]]:
 
     It is told what is being done, of how many steps, and how many are done (else it counts).
     """
-    console = _console(stderr=True)
-    if not console.is_terminal:
-        yield _in_lines(console)
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield _in_lines(screen)
         return
     parts = need("rich.progress")
     bar = parts.Progress(
@@ -226,7 +167,7 @@ def progress() -> Iterator[Callable[..., object]]:
         parts.BarColumn(),
         parts.MofNCompleteColumn(),
         parts.TimeElapsedColumn(),
-        console=console,
+        console=screen,
         transient=True,
     )
     with bar:
@@ -236,21 +177,21 @@ def progress() -> Iterator[Callable[..., object]]:
         def tick(text: str, total: int, so_far: int | None = None) -> None:
             nonlocal done
             done = done + 1 if so_far is None else so_far
-            bar.update(task, completed=done, total=total, description=_literal(text))
+            bar.update(task, completed=done, total=total, description=literal(text))
 
         yield tick
 
 
-def _in_lines(console: Any, every: float = 15.0) -> Callable[..., object]:
+def _in_lines(screen: Any, every: float = 15.0) -> Callable[..., object]:
     """Progress for a log: one line at most every so many seconds, and none twice."""
     said, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
 
     def tick(text: str, total: int, so_far: int | None = None) -> None:
         nonlocal said, done, last
         done = done + 1 if so_far is None else so_far
-        line = f"{done} of {total}: {_literal(text)}"
+        line = f"{done} of {total}: {literal(text)}"
         if time.monotonic() - said >= every and line != last:
             said, last = time.monotonic(), line
-            console.print(line, highlight=False)
+            screen.print(line, highlight=False)
 
     return tick

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .._rows import Row
 from .bench import PASSES, PEER
-from .rows import Row
 
 HEAD = (
     "method", "heads", "N", "batch",

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value
+from .._extras import need
 from . import reading
-from ._extra import need
 from .reading import Example
 
 Sums = dict[str, float]

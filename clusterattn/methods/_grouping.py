@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _draw
 from .._types import Call
+from ..ops import draw
 from ..ops._chunks import wide
 from ..ops.kmeans import Centres
 
@@ -44,17 +44,17 @@ def space(
         return Space(metric, None, None, None, main_directions(form, rank, call.seed))
     if metric != "hamming":
         return Space(metric, None, None, form if metric == "keys" else None)
-    drawn = _draw.normal((bits, d + 1), call.seed, _draw.STREAM_PLANES, device)
+    drawn = draw.normal((bits, d + 1), call.seed, draw.STREAM_PLANES, device)
     return Space(metric, drawn[:, :d].mT, drawn[:, d] if bias else None, None)
 
 
-def main_directions(form: Tensor, rank: int, seed: _draw.Seed) -> Tensor:
+def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
     directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
     Nyström's in it."""
     size = form.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     held = form / torch.where(size > 0, size, 1.0)  # powers of it neither grow nor vanish
-    drawn = _draw.normal((rank, form.shape[-1]), seed, _draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
+    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
     span = held @ (held @ drawn)
     seen = held @ span
     inner = span.mT @ seen  # (... r r)
@@ -72,12 +72,12 @@ def centres(
     everybody, is left to ``nearest``."""
     n = points.shape[-2]
     pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
-    chosen = _draw.some(valid, points, n, call.seed, _draw.STREAM_STARTS, pool)
+    chosen = draw.positions(valid, points, n, call.seed, draw.STREAM_STARTS, pool)
     if start == "far":
         chosen = call.ops.farthest(points, chosen, min(clusters, n), signs=where.signs, form=where.form)
     drawn = None
     if steps > 1 and sample is not None and sample < n:
-        drawn = _draw.some(valid, points, n, call.seed, _draw.STREAM_SAMPLE, sample)
+        drawn = draw.positions(valid, points, n, call.seed, draw.STREAM_SAMPLE, sample)
     found: Centres = call.ops.kmeans(
         points, valid, chosen, train_at=drawn, updates=steps - 1, signs=where.signs, form=where.form
     )

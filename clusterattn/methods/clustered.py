@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Clusters, Groups, Method, Roll
+from .._types import Attended, Call, Clusters, Groups, Members, Method
+from ..ops import draw
 from ..ops._chunks import wide
 from ..ops.coarse import Coarse
 from ..ops.kmeans import Centres
@@ -70,10 +70,10 @@ class Clustered(Method):
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         find = self._by_block if call.mask.causal else self._whole
-        labels, members, clusters = find(q.detach(), k.detach(), call)
-        roll = call.ops.roll(members, clusters, q)
-        means, counts = call.ops.means(q, members, clusters, roll=roll)
-        return Clusters(labels, counts, means, members, roll), None
+        labels, member_of, clusters = find(q.detach(), k.detach(), call)
+        members = call.ops.members(member_of, clusters, q)
+        means, counts = call.ops.means(q, member_of, clusters, members=members)
+        return Clusters(labels, counts, means, member_of, members), None
 
     def _whole(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         b, h, n, d = q.shape
@@ -97,7 +97,7 @@ class Clustered(Method):
         m, keep, at = k.shape[2], call.mask.keys, None
         if self.sample is not None and self.sample < m:
             real = None if keep is None else keep.unsqueeze(1)
-            at = _draw.some(real, k, m, call.seed, _draw.STREAM_KEYS, self.sample)
+            at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, self.sample)
         form: Tensor = call.ops.covariance(k, keep, heads, at=at)
         return form
 
@@ -150,31 +150,39 @@ class Clustered(Method):
         assert isinstance(groups, Clusters)
         if groups.counts.shape[-1] == 0:
             return own_block(q, k, v, self.block, call)
-        means, clusters, roll = groups.means, groups.counts.shape[-1], groups.roll
+        means, clusters, members = groups.means, groups.counts.shape[-1], groups.members
         if not call.fresh:
-            roll = call.ops.roll(groups.members, clusters, q)
-            means, _ = call.ops.means(q, groups.members, clusters, roll=roll)
+            members = call.ops.members(groups.member_of, clusters, q)
+            means, _ = call.ops.means(q, groups.member_of, clusters, members=members)
         if not call.mask.causal:
-            return self._answer(q, k, v, means, groups.labels, roll, call, (0, 0, 0))
+            return self._answer(q, k, v, means, groups.labels, members, call, (0, 0, 0))
         if self.centroids_from == "past":  # those who listen to a centroid are not those who formed it
-            roll = call.ops.roll(groups.labels, clusters, q)
+            members = call.ops.members(groups.labels, clusters, q)
         blocks = (q.shape[2] + self.block - 1) // self.block
         reach = (means.shape[2] // (blocks - 1), call.mask.offset + self.block, self.block)
-        before = self._answer(q, k, v, means, groups.labels, roll, replace(call, lse=True), reach)
+        before = self._answer(q, k, v, means, groups.labels, members, replace(call, lse=True), reach)
         return merge(own_block(q, k, v, self.block, call), before)
 
     def _answer(
-        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, roll: Roll | None, call: Call, reach: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        means: Tensor,
+        labels: Tensor,
+        members: Members | None,
+        call: Call,
+        reach: Any,
     ) -> Attended:
         """Everybody hears the centroid; the log-weight, when wanted, is the tangent at the centroid (see Refined)."""
-        said: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
-        hand = call.ops.broadcast
-        out = hand(said.far.out.to(v.dtype), labels, roll=roll)
+        found: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
+        broadcast = call.ops.broadcast
+        out = broadcast(found.far.out.to(v.dtype), labels, members=members)
         if not call.lse:
-            return Attended(out, said.far.lse.new_zeros(()).expand(labels.shape))  # nobody will look
-        lse = said.far.lse - (wide(means) * said.mean_key).sum(-1) * call.scale
-        lse = torch.where(labels < 0, NEVER, hand(lse, labels))
-        return Attended(out, lse + (wide(q) * hand(said.mean_key, labels)).sum(-1) * call.scale)
+            return Attended(out, found.far.lse.new_zeros(()).expand(labels.shape))  # nobody will look
+        lse = found.far.lse - (wide(means) * found.mean_key).sum(-1) * call.scale
+        lse = torch.where(labels < 0, NEVER, broadcast(lse, labels))
+        return Attended(out, lse + (wide(q) * broadcast(found.mean_key, labels)).sum(-1) * call.scale)
 
     # ------------------------------------------------------------------ what it costs
 

@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .. import _draw
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
+from ..ops import draw, tables
 from ..ops._chunks import wide
 from .reformer import seated
 
@@ -167,9 +166,9 @@ class ClusterFormer(Method):
         if call.state is None:
             most = min(self._count(None, n), n)
             wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
-            lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, most, wanted)
-            rows = lots.clamp(min=0).view(b, 1, -1, 1).expand(-1, g, -1, y)
-            return self._unit(wide(points.gather(2, rows))), lots >= 0
+            drawn = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
+            rows = drawn.clamp(min=0).view(b, 1, -1, 1).expand(-1, g, -1, y)
+            return self._unit(wide(points.gather(2, rows))), drawn >= 0
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != g * y:
             got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Roll
+from .._types import Attended, Call, Members
 from .clustered import Clustered
 
 MASSES = ("cluster", "softmax", "tangent")
@@ -39,11 +39,19 @@ class Improved(Clustered):
             raise bad_value('detach_mass with mass="cluster"', f"mass={self.mass!r}", "detach_mass=False")
 
     def _answer(
-        self, q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, roll: Roll | None, call: Call, reach: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        means: Tensor,
+        labels: Tensor,
+        members: Members | None,
+        call: Call,
+        reach: Any,
     ) -> Attended:
         answer: Attended = call.ops.near_and_far(
             q, means, k, v, labels, call.mask, call.scale,
-            top=self.top, mass=self.mass, detach_mass=self.detach_mass, blocks=reach, roll=roll,
+            top=self.top, mass=self.mass, detach_mass=self.detach_mass, blocks=reach, members=members,
         )  # fmt: skip
         return answer
 

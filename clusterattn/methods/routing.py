@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _draw
 from .._errors import bad_value, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
-from ..ops import tables
+from ..ops import draw, tables
 from ..ops._chunks import wide
 from ..ops.fine import TILE
 from ._shared import or_self
@@ -92,7 +91,9 @@ class Routing(Method):
         wanted = None
         if self.clusters is None and not call.keep_state:
             wanted = -(-call.mask.query_rows(tokens).sum(-1).view(-1, 1, 1) // self.window)
-        lots = _draw.lottery(valid, call.seed, _draw.STREAM_STARTS, min(most, tokens.shape[2]), wanted)  # (b 1 c)
+        lots = draw.stratified_among(
+            valid, call.seed, draw.STREAM_STARTS, min(most, tokens.shape[2]), wanted
+        )  # (b 1 c)
         alive = lots >= 0
         at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
         starts = tokens.gather(2, at) * alive.unsqueeze(-1)  # a centroid that never was is 0
@@ -123,13 +124,13 @@ class Routing(Method):
 
     def _learn(self, tokens: Tensor, labels: Tensor, valid: Tensor, means: Tensor, call: Call) -> RoutingState:
         """The exponential average of each centroid over the tokens nearest to it, over the whole batch."""
-        c, members, still = means.shape[2], torch.where(valid, labels, -1), tokens.detach()
-        of_each, counts = call.ops.means(still, members, c, roll=call.ops.roll(members, c, still))
+        c, member_of, still = means.shape[2], torch.where(valid, labels, -1), tokens.detach()
+        of_each, counts = call.ops.means(still, member_of, c, members=call.ops.members(member_of, c, still))
         sums, total = (of_each * counts.unsqueeze(-1)).sum(0), counts.sum(0).unsqueeze(-1)
         old = means[0].detach()
         seen = F.normalize(sums, dim=-1)
         new = torch.where(total > 0, old * self.decay + seen * (1 - self.decay), old)
-        mine = call.ops.broadcast(means.detach(), members)
+        mine = call.ops.broadcast(means.detach(), member_of)
         apart = (tokens - mine).square().mean(-1) * valid
         return RoutingState(new, apart.sum() / (valid.sum() * tokens.shape[1]).clamp(min=1))
 

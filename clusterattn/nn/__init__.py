@@ -1,7 +1,7 @@
 """Modules: attention by any method where torch's own stands, encoders, ClusterFormer with its losses."""
 
 from .attention import MultiheadAttention
-from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses
+from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses, ClusterMap
 from .decoder import COMMITMENT, Decoder, DecoderLayer
 from .encoder import Encoder, EncoderLayer
 from .watch import Grouping, warn_if_collapsed, watched
@@ -11,6 +11,7 @@ __all__ = [
     "ClusterFormerEncoder",
     "ClusterFormerLayer",
     "ClusterFormerLosses",
+    "ClusterMap",
     "Decoder",
     "DecoderLayer",
     "Encoder",

@@ -46,7 +46,8 @@ class NeuralClusters:
 
     def own_centroids(self, method: ClusterFormer, embed_dim: int, layers: int, options: dict[str, Any]) -> None:
         """Make them, where the layers are made. As many as the method has clusters, which is known by now."""
-        assert method.clusters is not None and isinstance(self, nn.Module)
+        assert isinstance(self, nn.Module)
+        assert method.clusters is not None
         here = {name: options.get(name) for name in ("device", "dtype")}
         many = () if method.hand_on else (layers,)
         empty = torch.empty(*many, method.clusters, embed_dim, **here)

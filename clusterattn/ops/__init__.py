@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_value
-from .._types import Attended, Roll
+from .._types import Attended, Members
 from ._jit import why_no_kernels
 from .bucketed import bucketed
 from .coarse import Coarse, coarse, top_keys
 from .fine import near_and_far
 from .hashing import balanced, chunked, directions, polytope, scores, unit
 from .kmeans import Centres, assign, codes, covariance, farthest, kmeans, lloyd, means, nearest
-from .roll import roll
+from .members import members
 from .rows import broadcast, take
 
 BACKENDS = ("auto", "reference", "triton")
@@ -34,7 +34,7 @@ class Ops:
     nearest: Callable[..., Tensor]
     lloyd: Callable[..., Tensor]
     assign: Callable[..., Tensor]
-    roll: Callable[..., Roll | None]
+    members: Callable[..., Members | None]
     means: Callable[..., tuple[Tensor, Tensor]]
     take: Callable[..., Tensor]
     broadcast: Callable[..., Tensor]
@@ -51,7 +51,7 @@ class Ops:
 
 
 WITH_KERNELS = (
-    "codes", "covariance", "farthest", "kmeans", "nearest", "lloyd", "assign", "roll", "means", "take", "broadcast",
+    "codes", "covariance", "farthest", "kmeans", "nearest", "lloyd", "assign", "members", "means", "take", "broadcast",
     "coarse", "near_and_far", "bucketed", "directions", "scores", "polytope", "balanced", "chunked", "unit",
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def _served_by(backend: str) -> Ops:
     return Ops(
         codes=verb(codes),
         covariance=verb(covariance), farthest=verb(farthest), kmeans=verb(kmeans), nearest=verb(nearest),
-        lloyd=verb(lloyd), assign=verb(assign), roll=verb(roll), means=verb(means),
+        lloyd=verb(lloyd), assign=verb(assign), members=verb(members), means=verb(means),
         take=verb(take), broadcast=verb(broadcast),
         coarse=verb(coarse), top_keys=top_keys, near_and_far=verb(near_and_far), bucketed=verb(bucketed),
         directions=verb(directions), scores=verb(scores), polytope=verb(polytope),
@@ -82,8 +82,8 @@ def choose(backend: str) -> Ops:
 def verbs(device: torch.device | str = "cpu") -> list[tuple[str, str, str]]:
     """(verb, backend that "auto" takes, why not a kernel) for each verb on a device."""
     reason = why_no_kernels(torch.empty(1, 1, device=torch.device(device))) or ""
-    told = []
+    listed = []
     for verb in fields(Ops):
         why = reason if verb.name in WITH_KERNELS else f"{verb.name} has no kernel: torch's own operators serve it"
-        told.append((verb.name, "reference" if why else "triton", why))
-    return told
+        listed.append((verb.name, "reference" if why else "triton", why))
+    return listed

@@ -1,4 +1,4 @@
-"""What all kernels share: how dtypes multiply, how tensors are handed over, and whether Triton is there at all."""
+"""What all kernels share: how dtypes multiply, how tensors are passed, and whether Triton is there at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from .._errors import bad_value
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "serve", "tl", "triton",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "use_kernel", "tl", "triton",
     "why_no_kernels",
 ]  # fmt: skip
 
@@ -66,7 +66,7 @@ def _say_once(verb: str, reason: str) -> None:
     logging.getLogger("clusterattn").info("%s takes the reference path: %s", verb, reason)
 
 
-def serve(verb: str, backend: str, reason: str | None) -> bool:
+def use_kernel(verb: str, backend: str, reason: str | None) -> bool:
     """Does a kernel serve this call? "auto" says once why not, "triton" insists."""
     if backend == "reference" or (backend == "auto" and INTERPRETING):  # interpreting is for those who ask
         return False

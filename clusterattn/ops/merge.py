@@ -15,6 +15,6 @@ def merge(a: Attended, b: Attended) -> Attended:
     shift = torch.where(highest == NEVER, 0.0, highest)
     weight_a, weight_b = torch.exp(a.lse - shift), torch.exp(b.lse - shift)
     total = weight_a + weight_b
-    some = torch.where(total > 0, total, 1.0)
-    out = (weight_a / some).unsqueeze(-1) * a.out + (weight_b / some).unsqueeze(-1) * b.out
-    return Attended(out, torch.where(total > 0, some.log() + shift, NEVER))
+    safe = torch.where(total > 0, total, 1.0)
+    out = (weight_a / safe).unsqueeze(-1) * a.out + (weight_b / safe).unsqueeze(-1) * b.out
+    return Attended(out, torch.where(total > 0, safe.log() + shift, NEVER))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..._types import Attended, Buckets, Mask
 from .. import tables
 from .._chunks import no_autocast
-from .._jit import serve
+from .._jit import use_kernel
 from ..rows import take
 from . import backward_kernels, kernels, reference
 
@@ -28,10 +28,10 @@ def _bucketed(
     or_self: bool = False, less: float = 0.0, key_mask: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse, and who looked at itself. or_self and less are for the kernel that joins rounds, and for no other."""
-    how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
+    seating = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
     if triton:
-        return kernels.forward(q, k, v, how, rounds, or_self, less, key_mask)
-    return *reference.forward(q, k, v, how), torch.empty(*q.shape[:2], 0, dtype=torch.int8, device=q.device)
+        return kernels.forward(q, k, v, seating, rounds, or_self, less, key_mask)
+    return *reference.forward(q, k, v, seating), torch.empty(*q.shape[:2], 0, dtype=torch.int8, device=q.device)
 
 
 @_bucketed.register_fake
@@ -57,14 +57,14 @@ def _bucketed_backward(
     scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
     or_self: bool, less: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    how = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
+    seating = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
     with no_autocast(q):
         if triton:
             dq, dk, dv, d_bias = backward_kernels.backward(
-                d_out, d_lse, q, k, v, out, lse, how, rounds, alone if or_self else None, less
+                d_out, d_lse, q, k, v, out, lse, seating, rounds, alone if or_self else None, less
             )
         else:
-            dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, how)
+            dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, seating)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
 
 
@@ -79,14 +79,14 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, *seating = inputs
-    ctx.how = seating[6:15]
+    ctx.settings = seating[6:15]
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(q, k, v, *output, *seating[:6])
 
 
 def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # once: a checkpoint unpacks them only once
-    dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, *saved, *ctx.how)
+    dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, *saved, *ctx.settings)
     return dq, dk, dv, d_bias if saved[6] is not None else None, *[None] * 15
 
 
@@ -110,7 +110,7 @@ def bucketed(
         right = 0
     low, high, rank = meetings if meetings is not None else (None, None, None)
     keys = tables.hide(buckets.keys, mask.keys)
-    triton = serve("bucketed", backend, kernels.why_not(q, k, v, buckets.queries, keys))
+    triton = use_kernel("bucketed", backend, kernels.why_not(q, k, v, buckets.queries, keys))
     seating = (bias, buckets.queries, keys, low, high, rank)
     # the kernel that joins rounds does the rest as well
     joined = triton and buckets.rounds > (0 if or_self else 1)

@@ -215,8 +215,8 @@ def sum_rounds_kernel(
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
-    alone: Tensor | None = None, less: float = 0.0,
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
+    rounds: int, alone: Tensor | None = None, less: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """alone (b h n): who looked at itself for want of others. less: what the lse lacks.
 
@@ -224,12 +224,12 @@ def backward(
     would be the largest thing in memory.
     """
     (b, h, n, _), hk = q.shape, k.shape[1]
-    (g, s), z = how.queries.shape[2:], how.keys.shape[3]
+    (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
     pieces = min(hk, _triton.cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
     if pieces <= 1:
-        return _some_heads(d_out, d_lse, q, k, v, out, lse, how, rounds, alone, less)
+        return _few_heads(d_out, d_lse, q, k, v, out, lse, seating, rounds, alone, less)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    d_bias = torch.empty(b, h, k.shape[2] if how.bias is not None else 0, dtype=torch.float32, device=q.device)
+    d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
     group, size = h // hk, _triton.cdiv(hk, pieces)
     for first in range(0, hk, size):
         theirs, mine = slice(first, first + size), slice(first * group, (first + size) * group)
@@ -238,22 +238,22 @@ def backward(
             return None if x is None else x[:, mine].contiguous()
 
         tables = ("queries", "keys", "bias", "low", "high", "rank")
-        seating: dict[str, Any] = {name: of_heads(getattr(how, name)) for name in tables}
-        dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _some_heads(
+        few: dict[str, Any] = {name: of_heads(getattr(seating, name)) for name in tables}
+        dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _few_heads(
             d_out[:, mine], d_lse[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
-            lse[:, mine].contiguous(), replace(how, **seating), rounds, of_heads(alone), less,
+            lse[:, mine].contiguous(), replace(seating, **few), rounds, of_heads(alone), less,
         )  # fmt: skip
     return dq, dk, dv, d_bias
 
 
-def _some_heads(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating, rounds: int,
-    alone: Tensor | None, less: float,
+def _few_heads(
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
+    rounds: int, alone: Tensor | None, less: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, how = rows(q), rows(k), rows(v), plain(how)
+    q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
-    lead, (g, s), z = b * h, how.queries.shape[2:], how.keys.shape[3]
-    tensors, sizes, strides, tiles = launch(q, k, v, how, rounds)
+    lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
+    tensors, sizes, strides, tiles = launch(q, k, v, seating, rounds)
     where = written(rounds, alone is not None)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -270,8 +270,8 @@ def _some_heads(
     part = dq if where == ONCE else new(lead * (g * s if where == BY_SEAT else rounds * n), d, dtype=q.dtype)
     seated = torch.zeros(lead * rounds * n if where == BY_POSITION else 0, dtype=torch.int8, device=q.device)
     dk, dv = new(lead, g * z, d, dtype=k.dtype), new(lead, g * z, e, dtype=v.dtype)
-    d_bias = new(lead, g * z if how.bias is not None else 0, dtype=torch.float32)
-    numbers = (*sizes, how.scale * LOG2E, how.scale, how.offset, how.left, how.right, *strides)
+    d_bias = new(lead, g * z if seating.bias is not None else 0, dtype=torch.float32)
+    numbers = (*sizes, seating.scale * LOG2E, seating.scale, seating.offset, seating.left, seating.right, *strides)
     if s <= tiles["BS"]:
         bucketed_bwd_kernel[(g, lead)](
             *tensors, dy, base2, delta, part, seated, dk, dv, d_bias, *numbers, WHERE=where, **tiles
@@ -284,21 +284,21 @@ def _some_heads(
             *tensors, dy, base2, delta, dk, dv, d_bias, *numbers, **tiles
         )
     if where == BY_SEAT:
-        dq = sum_lists(seat_lists(how.queries, n), lead, n, part, d)
+        dq = sum_lists(seat_lists(seating.queries, n), lead, n, part, d)
     elif where == BY_POSITION:
         tile = max(16, 2048 // power(d))
         sum_rounds_kernel[(_triton.cdiv(n, tile), lead)](
             part, seated, dq, alone if alone is not None else seated, k, d_lse,
-            n, d, h, h // hk, how.offset, how.scale, *k.stride()[:3],
+            n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3],
             OR_SELF=alone is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
     del part
-    lists = seat_lists(how.keys, m)
+    lists = seat_lists(seating.keys, m)
     of_k = of_v = None
     if alone is not None:
-        of_k, of_v = Alone(alone, q, d_lse, how.offset, how.scale), Alone(alone, dy, None, how.offset, 1.0)
+        of_k, of_v = Alone(alone, q, d_lse, seating.offset, seating.scale), Alone(alone, dy, None, seating.offset, 1.0)
     dk, dv = sum_lists(lists, lead, m, dk, d, of_k), sum_lists(lists, lead, m, dv, e, of_v)
-    if how.bias is not None:
+    if seating.bias is not None:
         d_bias = sum_lists(lists, lead, m, d_bias, 1)
     if hk != h:  # the query heads of a key head, in their order
         dk, dv = (x.view(b, hk, h // hk, m, -1).float().sum(2) for x in (dk, dv))

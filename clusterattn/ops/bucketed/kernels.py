@@ -124,15 +124,15 @@ def bucketed_fwd_kernel(
         p, fade = tl.exp2(logits - level[:, None]), tl.exp2(highest - level)
         out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision=PRECISION)
         highest, total = new, total * fade + tl.sum(p, 1)
-    some = tl.where(total > 0, total, 1.0)
-    lse = tl.where(total > 0, (tl.log2(some) + highest) * 0.6931471805599453, float("-inf"))
+    safe = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, (tl.log2(safe) + highest) * 0.6931471805599453, float("-inf"))
     to = _home(lead, bucket, row, query, n, g, rounds, WHERE)
     there = query >= 0
     if WHERE == 2:
         there = seat < s
     tl.store(
         OUT + to[:, None] * e + values[None, :],
-        (out * (1.0 / some)[:, None]).to(OUT.dtype.element_ty),
+        (out * (1.0 / safe)[:, None]).to(OUT.dtype.element_ty),
         mask=there[:, None] & (values < e)[None, :],
     )
     tl.store(LSE + to, lse, mask=there)
@@ -162,9 +162,9 @@ def join_kernel(
             PART + place[:, None] * e + values[None, :], mask=(weight > 0)[:, None] & (values < e)[None, :], other=0.0
         )
         out += weight[:, None] * part.to(tl.float32)
-    some = tl.where(total > 0, total, 1.0)
-    out = out * (1.0 / some)[:, None]
-    lse = tl.where(total > 0, tl.log(some) + (level - less), float("-inf"))
+    safe = tl.where(total > 0, total, 1.0)
+    out = out * (1.0 / safe)[:, None]
+    lse = tl.where(total > 0, tl.log(safe) + (level - less), float("-inf"))
     to = lead * n + at
     if OR_SELF:
         batch, head = lead // heads, lead % heads
@@ -195,32 +195,32 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> s
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, how: Seating, rounds: int
+    q: Tensor, k: Tensor, v: Tensor, seating: Seating, rounds: int
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """What all kernels of a call are given: tensors, sizes, strides and tiles."""
     (h, n, d), (hk, m, e) = q.shape[1:], v.shape[1:]
-    (g, s), z = how.queries.shape[2:], how.keys.shape[3]
-    bias, low, high, rank = (x if x is not None else q for x in (how.bias, how.low, how.high, how.rank))
-    tensors = (q, k, v, bias, how.queries, how.keys, low, high, rank)
-    meetings = how.low.shape[2] if how.low is not None else 1
+    (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
+    bias, low, high, rank = (x if x is not None else q for x in (seating.bias, seating.low, seating.high, seating.rank))
+    tensors = (q, k, v, bias, seating.queries, seating.keys, low, high, rank)
+    meetings = seating.low.shape[2] if seating.low is not None else 1
     sizes = (n, m, d, e, g, s, z, max(rounds, 1), meetings, h, h // hk)
     width, fp32 = power(d) + power(e), q.dtype == torch.float32
     most = 64 if width <= 256 and not fp32 else 32
     keys = 128 if width <= 128 and not fp32 and z == 128 else most  # all of a bucket's keys at once, where they fit
     tiles: dict[str, Any] = {
         "BS": min(most, power(s)), "BZ": min(keys, power(z)), "BD": power(d), "BE": power(e), "ONE_TILE": z <= keys,
-        "HAS_BIAS": how.bias is not None, "HAS_MEETINGS": how.low is not None, "OTHERS": how.others,
-        "WINDOW": how.left >= 0 or how.right >= 0,
+        "HAS_BIAS": seating.bias is not None, "HAS_MEETINGS": seating.low is not None, "OTHERS": seating.others,
+        "WINDOW": seating.left >= 0 or seating.right >= 0,
         "PRECISION": precision(q), "num_warps": 4 if width <= 128 and not fp32 else 8,
         "num_stages": 1 if z <= 128 else 3,  # a short walk has nothing to run ahead of
     }  # fmt: skip
     return tensors, sizes, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), tiles
 
 
-def plain(how: Seating) -> Seating:
+def plain(seating: Seating) -> Seating:
     """Tables as the kernels read them: contiguous."""
-    tables = {name: getattr(how, name) for name in ("queries", "keys", "bias", "low", "high", "rank")}
-    return replace(how, **{name: x.contiguous() for name, x in tables.items() if x is not None})
+    tables = {name: getattr(seating, name) for name in ("queries", "keys", "bias", "low", "high", "rank")}
+    return replace(seating, **{name: x.contiguous() for name, x in tables.items() if x is not None})
 
 
 def written(rounds: int, or_self: bool) -> int:
@@ -229,14 +229,14 @@ def written(rounds: int, or_self: bool) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, how: Seating, rounds: int,
+    q: Tensor, k: Tensor, v: Tensor, seating: Seating, rounds: int,
     or_self: bool = False, less: float = 0.0, key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out (b h n e), lse (b h n) ``less`` than it is, and with or_self who looked at itself (b h n)."""
-    q, k, v, how = rows(q), rows(k), rows(v), plain(how)
+    q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     (b, h, n, d), e, lead = q.shape, v.shape[3], q.shape[0] * q.shape[1]
-    tensors, sizes, strides, tiles = launch(q, k, v, how, rounds)
-    (g, s), where = how.queries.shape[2:], written(rounds, or_self)
+    tensors, sizes, strides, tiles = launch(q, k, v, seating, rounds)
+    (g, s), where = seating.queries.shape[2:], written(rounds, or_self)
     answer = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     weight = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     if where == ONCE:  # who has no seat answers 0
@@ -246,19 +246,19 @@ def forward(
         seats = lead * (g * s if where == BY_SEAT else rounds * n)
         part = torch.empty(seats, e, dtype=v.dtype, device=q.device)
         part_lse = torch.full((seats,), float("-inf"), dtype=torch.float32, device=q.device)
-    numbers = (*sizes, how.scale * LOG2E, how.offset, how.left, how.right, *strides)
+    numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
     bucketed_fwd_kernel[(g * _triton.cdiv(s, tiles["BS"]), lead)](
         *tensors, part, part_lse, *numbers, WHERE=where, **tiles
     )
     alone = torch.empty(b, h, n if or_self else 0, dtype=torch.int8, device=q.device)
     if where == BY_SEAT:
-        join_lists(seat_lists(how.queries, n), part, part_lse, answer, weight)
+        join_lists(seat_lists(seating.queries, n), part, part_lse, answer, weight)
     elif where == BY_POSITION:
         tile = max(16, 2048 // tiles["BE"])
         kept = q if key_mask is None else key_mask.contiguous().view(torch.int8)
         join_kernel[(_triton.cdiv(n, tile), lead)](
             part, part_lse, q, k, v, kept, answer, weight, alone,
-            n, v.shape[2], d, e, h, h // v.shape[1], how.scale, how.offset, less, *strides,
+            n, v.shape[2], d, e, h, h // v.shape[1], seating.scale, seating.offset, less, *strides,
             OR_SELF=or_self, HAS_MASK=key_mask is not None, ROUNDS=rounds, BN=tile, BD=tiles["BD"], BE=tiles["BE"],
             num_warps=4,
         )  # fmt: skip

@@ -102,14 +102,14 @@ def join_lists_kernel(ORDER, START, PART, PART_LSE, OUT, LSE, n, total, e, BR: t
         )
         out = out * fade[:, None] + mine[:, None] * part.to(tl.float32)
         weight, highest = weight * fade + mine, new
-    some = tl.where(weight > 0, weight, 1.0)
+    safe = tl.where(weight > 0, weight, 1.0)
     to = lead * n + at
     tl.store(
         OUT + to[:, None] * e + values[None, :],
-        (out / some[:, None]).to(OUT.dtype.element_ty),
+        (out / safe[:, None]).to(OUT.dtype.element_ty),
         mask=here[:, None] & (values < e)[None, :],
     )
-    tl.store(LSE + to, tl.where(weight > 0, tl.log(some) + highest, float("-inf")), mask=here)
+    tl.store(LSE + to, tl.where(weight > 0, tl.log(safe) + highest, float("-inf")), mask=here)
 
 
 def sum_lists(lists: Lists, lead: int, length: int, part: Tensor, d: int, alone: Alone | None = None) -> Tensor:

@@ -60,7 +60,7 @@ def _split_long(queries: Tensor, keys: Tensor, most: int) -> tuple[Tensor, Tenso
     return queries, keys.repeat_interleave(parts, dim=2)
 
 
-def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -> Iterator[Piece]:
+def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, seating: Seating) -> Iterator[Piece]:
     (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
     s, z = queries.shape[-1], keys.shape[-1]
     q_rows, k_rows = q.reshape(b * h * n, d), k.reshape(b * hk * m, d)
@@ -68,26 +68,28 @@ def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, how: Seating) -
     flat_queries = flat_index(queries, h, n).flatten(0, 2)
     flat_keys = flat_index(keys, hk, m).flatten(0, 2)
     flat_bias = flat_keys if hk == h else flat_index(keys, h, m).flatten(0, 2)
-    bias = None if how.bias is None else how.bias.reshape(-1)
+    bias = None if seating.bias is None else seating.bias.reshape(-1)
     for index in spans(len(query_at), budget(q) // max(s * z, s * d, z * d, 1)):
         mine, theirs = query_at[index], key_at[index]
         x = wide(q_rows.index_select(0, flat_queries[index].reshape(-1))).view(-1, s, d)
         y = wide(k_rows.index_select(0, flat_keys[index].reshape(-1))).view(-1, z, d)
-        logits = torch.bmm(x, y.mT).mul_(how.scale)
+        logits = torch.bmm(x, y.mT).mul_(seating.scale)
         if bias is not None:
             logits += bias.index_select(0, flat_bias[index].reshape(-1)).view(-1, 1, z)
         unseen = (theirs < 0).unsqueeze(1)
-        if how.left >= 0 or how.right >= 0 or how.others:
-            ahead = theirs.unsqueeze(1) - (mine + how.offset).unsqueeze(2)
-            if how.right >= 0:
-                unseen = unseen | (ahead > how.right)
-            if how.left >= 0:
-                unseen = unseen | (ahead < -how.left)
-            if how.others:
+        if seating.left >= 0 or seating.right >= 0 or seating.others:
+            ahead = theirs.unsqueeze(1) - (mine + seating.offset).unsqueeze(2)
+            if seating.right >= 0:
+                unseen = unseen | (ahead > seating.right)
+            if seating.left >= 0:
+                unseen = unseen | (ahead < -seating.left)
+            if seating.others:
                 unseen = unseen | (ahead == 0)
-        if how.rank is not None and how.low is not None and how.high is not None:
+        if seating.rank is not None and seating.low is not None and seating.high is not None:
             logits -= (
-                _meetings(how.low, how.high, how.rank, flat_queries[index], flat_bias[index]).to(logits.dtype).log_()
+                _meetings(seating.low, seating.high, seating.rank, flat_queries[index], flat_bias[index])
+                .to(logits.dtype)
+                .log_()
             )
         logits.masked_fill_(unseen, NEVER)
         logits.masked_fill_((mine < 0).unsqueeze(2), NEVER)
@@ -105,15 +107,15 @@ def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Te
     return met.clamp_(min=1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, seating: Seating) -> tuple[Tensor, Tensor]:
     (b, h, n, _), (hk, m, e) = q.shape, v.shape[1:]
-    queries, keys = _split_long(how.queries, how.keys, budget(q))
+    queries, keys = _split_long(seating.queries, seating.keys, budget(q))
     v_rows = v.reshape(b * hk * m, e)
     seats = queries.flatten(0, 2)
     acc = torch.promote_types(q.dtype, torch.float32)
     answers = torch.zeros(*seats.shape, e, dtype=acc, device=q.device)
     weights = torch.full(seats.shape, NEVER, dtype=acc, device=q.device)
-    for piece in _pieces(q, k, queries, keys, how):
+    for piece in _pieces(q, k, queries, keys, seating):
         values = wide(v_rows.index_select(0, piece.key_rows.reshape(-1))).view(*piece.key_rows.shape, e)
         highest = piece.logits.amax(-1, keepdim=True) if piece.logits.shape[-1] else weights[piece.index].unsqueeze(-1)
         p = piece.logits.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
@@ -133,10 +135,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, how: Seating) -> tuple[Tensor, Tens
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Seating
+    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
-    queries, keys = _split_long(how.queries, how.keys, budget(q))
+    queries, keys = _split_long(seating.queries, seating.keys, budget(q))
     acc = lse.dtype
     flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
     delta = ((d_out * out).sum(-1) - d_lse).reshape(-1)
@@ -144,24 +146,24 @@ def backward(
     dq = torch.zeros(b * h * n, d, dtype=acc, device=q.device)
     dk = torch.zeros(b * hk * m, d, dtype=acc, device=q.device)
     dv = torch.zeros(b * hk * m, e, dtype=acc, device=q.device)
-    d_bias = torch.zeros(b * h * m if how.bias is not None else 0, dtype=acc, device=q.device)
-    for piece in _pieces(q, k, queries, keys, how):
+    d_bias = torch.zeros(b * h * m if seating.bias is not None else 0, dtype=acc, device=q.device)
+    for piece in _pieces(q, k, queries, keys, seating):
         flat_q, flat_k = piece.query_rows.reshape(-1), piece.key_rows.reshape(-1)
         values = wide(v_rows.index_select(0, flat_k)).view(*piece.key_rows.shape, e)
         dy = d_rows.index_select(0, flat_q).view(*piece.query_rows.shape, e)
         p = piece.logits.sub_(flat_lse[piece.query_rows].unsqueeze(-1)).exp_()
         dv.index_add_(0, flat_k, torch.bmm(p.mT, dy).view(-1, e))
         ds = torch.bmm(dy, values.mT).sub_(delta[piece.query_rows].unsqueeze(-1)).mul_(p)
-        if how.bias is not None:
+        if seating.bias is not None:
             d_bias.index_add_(0, piece.bias_rows.reshape(-1), ds.sum(1).view(-1))
-        ds.mul_(how.scale)
+        ds.mul_(seating.scale)
         dq.index_add_(0, flat_q, torch.bmm(ds, piece.y).view(-1, d))
         dk.index_add_(0, flat_k, torch.bmm(ds.mT, piece.x).view(-1, d))
     return (
         dq.view(b, h, n, d),
         dk.view(b, hk, m, d),
         dv.view(b, hk, m, e),
-        d_bias.view(b, h, m if how.bias is not None else 0),
+        d_bias.view(b, h, m if seating.bias is not None else 0),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._types import Attended, Mask
 from .._chunks import no_autocast
-from .._jit import serve
+from .._jit import use_kernel
 from . import kernels, reference
 from .reference import Reach as Reach
 
@@ -36,10 +36,10 @@ def _coarse(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
     scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> _Fields:  # fmt: skip
-    how = Reach(scale, top, tangent, per, first, step)
+    reach = Reach(scale, top, tangent, per, first, step)
     if triton:
-        return kernels.forward(c, k, v, key_mask, how)
-    return *reference.forward(c, k, v, key_mask, how), c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
+        return kernels.forward(c, k, v, key_mask, reach)
+    return *reference.forward(c, k, v, key_mask, reach), c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
 
 
 @_coarse.register_fake
@@ -62,11 +62,11 @@ def _coarse_backward(
     out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, near_bits: Tensor,
     scale: float, top: int, tangent: bool, per: int, first: int, step: int, triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    how, gradients = Reach(scale, top, tangent, per, first, step), (d_out, d_mean, d_lse, d_near)
+    reach, gradients = Reach(scale, top, tangent, per, first, step), (d_out, d_mean, d_lse, d_near)
     with no_autocast(c):
         if triton:
-            return kernels.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, how)
-        return reference.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, how)
+            return kernels.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, reach)
+        return reference.backward(*gradients, c, k, v, key_mask, out, mean_key, lse, near_lse, near_at, reach)
 
 
 @_coarse_backward.register_fake
@@ -79,14 +79,14 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
-    c, k, v, key_mask, *ctx.how = inputs
+    c, k, v, key_mask, *ctx.settings = inputs
     ctx.save_for_backward(c, k, v, key_mask, *output)
     ctx.mark_non_differentiable(output[4], output[5])
 
 
 def _give_back(ctx: Any, d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor, *_: Any) -> tuple[Any, ...]:
     c, k, v, *rest = ctx.saved_tensors
-    dc, dk, dv = _coarse_backward(d_out, d_mean, d_lse, d_near, c, k, v, *rest, *ctx.how)
+    dc, dk, dv = _coarse_backward(d_out, d_mean, d_lse, d_near, c, k, v, *rest, *ctx.settings)
     return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype), *[None] * 8
 
 
@@ -98,7 +98,7 @@ def coarse(
     top: int, tangent: bool, blocks: tuple[int, int, int] = (0, 0, 0), backend: str = "reference",
 ) -> Coarse:  # fmt: skip
     """Centroids c (b h c d) over the keys. blocks = (clusters per block, keys before block 1, keys per block)."""
-    triton = serve("coarse", backend, kernels.why_not(c, k, v))
+    triton = use_kernel("coarse", backend, kernels.why_not(c, k, v))
     out, mean_key, lse, near_lse, near_at, _ = _coarse(c, k, v, mask.keys, scale, top, tangent, *blocks, triton)
     return Coarse(Attended(out, lse), mean_key, near_at, near_lse)
 

@@ -95,8 +95,8 @@ def coarse_fwd_kernel(
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
     place = (lead * splits + split) * rows + row
     if WHOLE:
-        some = tl.where(total > 0, total, 1.0)
-        out, mean = out / some[:, None], mean / some[:, None]
+        safe = tl.where(total > 0, total, 1.0)
+        out, mean = out / safe[:, None], mean / safe[:, None]
         tl.store(LSE + place, _natural(total, highest), mask=row < rows)
         tl.store(NEAR_LSE + place, _natural(near_total, near_highest), mask=row < rows)
     else:
@@ -112,8 +112,8 @@ def coarse_fwd_kernel(
 @jit
 def _natural(total, highest):
     """The log of a sum of weights relative to 2**highest; -inf for an empty one."""
-    some = tl.where(total > 0, total, 1.0)
-    return tl.where(total > 0, (tl.log2(some) + highest) * 0.6931471805599453, float("-inf"))
+    safe = tl.where(total > 0, total, 1.0)
+    return tl.where(total > 0, (tl.log2(safe) + highest) * 0.6931471805599453, float("-inf"))
 
 
 @jit
@@ -147,12 +147,12 @@ def join_kernel(
             mask = there[:, :, None] & (dims < d)[None, None, :]
             part = tl.load(MEANS + place[:, :, None] * d + dims[None, None, :], mask=mask, other=0.0)
             mean += tl.sum(weight * part, 1)
-    some = tl.where(total > 0, total, 1.0)[:, None]
+    safe = tl.where(total > 0, total, 1.0)[:, None]
     place = lead * rows + row
     inside = (row < rows)[:, None]
-    tl.store(OUT + place[:, None] * e + values[None, :], out / some, mask=inside & (values < e)[None, :])
+    tl.store(OUT + place[:, None] * e + values[None, :], out / safe, mask=inside & (values < e)[None, :])
     if TANGENT:
-        tl.store(MEAN + place[:, None] * d + dims[None, :], mean / some, mask=inside & (dims < d)[None, :])
+        tl.store(MEAN + place[:, None] * d + dims[None, :], mean / safe, mask=inside & (dims < d)[None, :])
     tl.store(LSE + place, _natural(total, level), mask=row < rows)
     tl.store(NEAR_LSE + place, _natural(near_total, near_level), mask=row < rows)
 
@@ -355,17 +355,17 @@ def _splits(m: int, programs: int, tile: int) -> tuple[int, int]:
 
 
 def forward(
-    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, how: Reach
+    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, reach: Reach
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As reference.forward, and the bit mask of the near keys, which backward wants again."""
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
-    c, k, v, top = c.to(k.dtype).contiguous(), rows(k), rows(v), min(how.top, m)
+    c, k, v, top = c.to(k.dtype).contiguous(), rows(k), rows(v), min(reach.top, m)
     keep = None if keep is None else keep.contiguous()
     lead, words = b * h, _triton.cdiv(m, 32)
     near_at = torch.empty(lead, clusters, 0, dtype=torch.int64, device=c.device)
     bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
     if top:
-        near_at, bits = select(c, k, keep, how, top)
+        near_at, bits = select(c, k, keep, reach, top)
     tile = _tiles(k, v, clusters)
     if lead < 128 <= 2 * lead * _triton.cdiv(clusters, tile["BC"]):
         tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
@@ -375,25 +375,25 @@ def forward(
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=c.device)
 
-    out, mean = new(b, h, clusters, e), new(b, h, clusters, d if how.tangent else 0)
+    out, mean = new(b, h, clusters, e), new(b, h, clusters, d if reach.tangent else 0)
     lse, near_lse = new(b, h, clusters), new(b, h, clusters)
     whole = splits == 1
     part = out if whole else new(lead, splits, clusters, e)
-    means = mean if whole else new(lead, splits, clusters, d if how.tangent else 0)
+    means = mean if whole else new(lead, splits, clusters, d if reach.tangent else 0)
     stats = new(lead, 0 if whole else splits, clusters, 4)
     coarse_fwd_kernel[(splits, row_tiles, lead)](
         c, k, v, keep if keep is not None else c, bits, part, means, stats, lse, near_lse,
-        clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.per, how.first, how.step, words, splits, stretch,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, splits, stretch,
         *k.stride()[:3], *v.stride()[:3],
-        HAS_KEEP=keep is not None, HAS_NEAR=top > 0, TANGENT=how.tangent, WHOLE=whole,
+        HAS_KEEP=keep is not None, HAS_NEAR=top > 0, TANGENT=reach.tangent, WHOLE=whole,
         PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     if not whole:
-        some = min(32, power(splits, least=1))
-        each = 32 // some
+        few = min(32, power(splits, least=1))
+        each = 32 // few
         join_kernel[(_triton.cdiv(clusters, each), lead)](
             part, means, stats, out, mean, lse, near_lse, clusters, d, e, splits,
-            TANGENT=how.tangent, ALL=power(splits, least=1), BR=each, BS=some, BD=tile["BD"], BE=tile["BE"],
+            TANGENT=reach.tangent, ALL=power(splits, least=1), BR=each, BS=few, BD=tile["BD"], BE=tile["BE"],
             num_warps=4,
         )  # fmt: skip
     return out, mean, lse, near_lse, near_at.view(b, h, clusters, top), bits.view(b, h, clusters, -1)
@@ -402,35 +402,35 @@ def forward(
 def backward(
     d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor | None,
     c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, bits: Tensor, how: Reach, *,
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, bits: Tensor, reach: Reach, *,
     splits: int = 1, near: tuple[Tensor, Tensor, Tensor] | None = None, odds: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients (lead c splits ...) of what forward said. ``near``: where the near keys are (b h c t), and gradients
+    """Gradients (lead c splits ...) of what forward found. ``near``: where the near keys are (b h c t), and gradients
     (lead c splits t ...) of them and of their values, to be added; the far lse is then the foot of a tangent at the
-    centroid (how.tangent). odds: d_lse is the gradient of far lse less near lse."""
+    centroid (reach.tangent). odds: d_lse is the gradient of far lse less near lse."""
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     dtype, c, k, v = c.dtype, c.to(k.dtype).contiguous(), rows(k), rows(v)
     keep = None if keep is None else keep.contiguous()
-    lead, words, has_near = b * h, _triton.cdiv(m, 32), how.top > 0
+    lead, words, has_near = b * h, _triton.cdiv(m, 32), reach.top > 0
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=c.device)
 
     tile = _tiles(k, v, clusters)
     tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
-    dy, dm = new(lead, clusters, e, dtype=v.dtype), new(lead, clusters, d if how.tangent else 0, dtype=k.dtype)
+    dy, dm = new(lead, clusters, e, dtype=v.dtype), new(lead, clusters, d if reach.tangent else 0, dtype=k.dtype)
     delta, base2, near2, dl, dn = new(5, lead, clusters)
     prepare_kernel[(_triton.cdiv(lead * clusters, 8),)](
         d_out.contiguous(), d_mean.contiguous(), d_lse.contiguous(), dn if d_near is None else d_near.contiguous(),
         out, mean_key, lse, near_lse, dy, dm, delta, base2, near2, dl, dn, lead * clusters, d, e, splits,
-        TANGENT=how.tangent, HAS_NEAR=has_near, HAS_D_NEAR=d_near is not None, ODDS=odds,
+        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=d_near is not None, ODDS=odds,
         BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
     )  # fmt: skip
     shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, base2, near2, dn)
-    sizes = (clusters, m, d, e, h, h // hk, how.scale * LOG2E, how.scale, how.per, how.first, how.step, words)
+    sizes = (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words)
     strides = (*k.stride()[:3], *v.stride()[:3])
     flags = {
-        "HAS_KEEP": keep is not None, "HAS_NEAR": has_near, "TANGENT": how.tangent, "PRECISION": precision(k),
+        "HAS_KEEP": keep is not None, "HAS_NEAR": has_near, "TANGENT": reach.tangent, "PRECISION": precision(k),
         "num_warps": 4,
     }  # fmt: skip
     dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
@@ -444,8 +444,8 @@ def backward(
     part, dc = new(lead, cuts, clusters, d), new(b, h, clusters, d, dtype=dtype)
     coarse_bwd_c_kernel[(cuts, row_tiles, lead)](*shared, part, *sizes, cuts, stretch, *strides, **flags, **tile)
     dc_kernel[(clusters, lead)](
-        part, dl, mean_key, dc, clusters, d, cuts, how.scale,
-        TANGENT=how.tangent and near is not None, BS=min(32, power(cuts, least=1)), BD=tile["BD"],
+        part, dl, mean_key, dc, clusters, d, cuts, reach.scale,
+        TANGENT=reach.tangent and near is not None, BS=min(32, power(cuts, least=1)), BD=tile["BD"],
         num_warps=1 if cuts < 16 else 4,
     )  # fmt: skip
     return dc, dk, dv

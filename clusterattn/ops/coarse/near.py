@@ -138,7 +138,7 @@ def select_kernel(
     tl.atomic_or(BITS + row * words + key // 32, 1 << (key % 32), mask=chosen)
 
 
-def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> tuple[Tensor, Tensor]:
+def select(c: Tensor, k: Tensor, keep: Tensor | None, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
     """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, _triton.cdiv(m, 32)
@@ -154,7 +154,7 @@ def select(c: Tensor, k: Tensor, keep: Tensor | None, how: Reach, top: int) -> t
     tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
     scores_kernel[(_triton.cdiv(columns, tiles), row_tiles, lead)](
         c, k, keep if keep is not None else c, scores, best,
-        clusters, m, d, h, h // hk, how.scale, how.per, how.first, how.step, groups, tiles, *k.stride()[:3],
+        clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
         HAS_KEEP=keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)

@@ -37,19 +37,21 @@ class Piece:
     scores: Tensor  # (heads (group rows) seen), -inf where masked
 
 
-def _pieces(c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Reach) -> Iterator[Piece]:
+def _pieces(c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, reach: Reach) -> Iterator[Piece]:
     """c (b*hk group c d), k (b*hk m d), v (b*hk m e), key_mask (b*hk m)."""
     lead, group, rows, d = c.shape
     m = k.shape[1]
     blocks = [(slice(0, rows), m)]
-    if how.per:
-        blocks = [(rows_of, min(max(how.first + j * how.step, 0), m)) for j, rows_of in enumerate(spans(rows, how.per))]
+    if reach.per:
+        blocks = [
+            (rows_of, min(max(reach.first + j * reach.step, 0), m)) for j, rows_of in enumerate(spans(rows, reach.per))
+        ]
     for rows_of, seen in blocks:
         size = group * (rows_of.stop - rows_of.start) * max(seen, d, 1)
         for heads in spans(lead, budget(c) * 4 // max(size, 1)):
             few = wide(c[heads, :, rows_of]).flatten(1, 2)
             keys, values = wide(k[heads, :seen]), wide(v[heads, :seen])
-            scores = torch.bmm(few, keys.mT).mul_(how.scale)
+            scores = torch.bmm(few, keys.mT).mul_(reach.scale)
             if key_mask is not None:
                 scores.masked_fill_(~key_mask[heads, None, :seen], NEVER)
             yield Piece(heads, rows_of, seen, few, keys, values, scores)
@@ -66,18 +68,18 @@ def _mask_rows(key_mask: Tensor | None, hk: int) -> Tensor | None:
 
 
 def forward(
-    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, how: Reach
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, reach: Reach
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
-    top, acc = min(how.top, m), torch.promote_types(c.dtype, torch.float32)
+    top, acc = min(reach.top, m), torch.promote_types(c.dtype, torch.float32)
     lead = (b * hk, h // hk, rows)
     out = torch.zeros(*lead, e, dtype=acc, device=c.device)
-    mean_key = torch.zeros(*lead, d if how.tangent else 0, dtype=acc, device=c.device)
+    mean_key = torch.zeros(*lead, d if reach.tangent else 0, dtype=acc, device=c.device)
     lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
     near_at = torch.full((*lead, top), -1, dtype=torch.int64, device=c.device)
     for p in _pieces(
-        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how
+        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), reach
     ):
         place = (p.heads, slice(None), p.rows)
         shape = out[place].shape[:-1]
@@ -92,10 +94,10 @@ def forward(
         highest = p.scores.amax(-1, keepdim=True)
         weights = p.scores.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
         total = weights.sum(-1, keepdim=True)
-        some = torch.where(total > 0, total, 1.0)
-        out[place] = torch.bmm(weights, p.v).div_(some).view(*shape, e)
-        if how.tangent:
-            mean_key[place] = torch.bmm(weights, p.k).div_(some).view(*shape, d)
+        safe = torch.where(total > 0, total, 1.0)
+        out[place] = torch.bmm(weights, p.v).div_(safe).view(*shape, e)
+        if reach.tangent:
+            mean_key[place] = torch.bmm(weights, p.k).div_(safe).view(*shape, d)
         lse[place] = (total.log_() + highest).view(shape)
     return (
         out.view(b, h, rows, e), mean_key.view(b, h, rows, mean_key.shape[-1]), lse.view(b, h, rows),
@@ -106,7 +108,7 @@ def forward(
 def backward(
     d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor,
     c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, how: Reach,
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, reach: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     acc = lse.dtype
@@ -114,13 +116,13 @@ def backward(
     dk = torch.zeros(b * hk, m, d, dtype=acc, device=c.device)
     dv = torch.zeros(b * hk, m, e, dtype=acc, device=c.device)
     delta = (d_out * out).sum(-1) - d_lse
-    if how.tangent:
+    if reach.tangent:
         delta = delta + (d_mean * mean_key).sum(-1)
     d_out, d_mean, d_near, delta, lse, near_lse, near_at = (
         _by_key_head(x, hk) for x in (d_out, d_mean, d_near, delta, lse, near_lse, near_at)
     )
     for p in _pieces(
-        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), how
+        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), reach
     ):
         if p.seen == 0:
             continue
@@ -134,11 +136,11 @@ def backward(
         dy = d_out[place].reshape(*flat, e)
         dv[p.heads, : p.seen] += torch.bmm(weights.mT, dy)
         ds = torch.bmm(dy, p.v.mT)
-        if how.tangent:
+        if reach.tangent:
             dm = d_mean[place].reshape(*flat, d)
             dk[p.heads, : p.seen] += torch.bmm(weights.mT, dm)
             ds.baddbmm_(dm, p.k.mT)
-        ds.sub_(delta[place].reshape(*flat, 1)).mul_(weights).scatter_add_(-1, at.clamp(min=0), near).mul_(how.scale)
+        ds.sub_(delta[place].reshape(*flat, 1)).mul_(weights).scatter_add_(-1, at.clamp(min=0), near).mul_(reach.scale)
         dc[place] = torch.bmm(ds, p.k).view(dc[place].shape)
         dk[p.heads, : p.seen] += torch.bmm(ds.mT, p.c)
     return dc.view(b, h, rows, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e)

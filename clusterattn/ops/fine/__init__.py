@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._types import Attended, Buckets, Mask, Roll
+from ..._types import Attended, Buckets, Mask, Members
 from .. import tables
 from .._chunks import no_autocast, wide
-from .._jit import serve
+from .._jit import use_kernel
 from ..bucketed import bucketed
 from ..coarse import Coarse, Reach, coarse
 from ..merge import NEVER
@@ -34,8 +34,8 @@ def _near_and_far(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], order: Tensor, first: Tensor,
     scale: float, top: int, per: int, begin: int, step: int, mass: int, detach: bool,
 ) -> _Answer:  # fmt: skip
-    how = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
-    out, lse, found = kernels.forward(q, c, k, v, keep, order, first, how, mass)
+    reach = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
+    out, lse, found = kernels.forward(q, c, k, v, keep, order, first, reach, mass)
     return out, lse, found.far, found.mean_key, found.far_lse, found.near_lse, found.near_at, found.bits
 
 
@@ -62,9 +62,9 @@ def _near_and_far_backward(
     scale: float, top: int, per: int, begin: int, step: int, mass: int, detach: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     found = kernels.Found(far, mean_key, far_lse, near_lse, near_at, bits)
-    how = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
+    reach = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
     with no_autocast(q):
-        return kernels.backward(d_out, d_lse, q, c, k, v, keep, order, first, out, lse, found, how, mass, detach)
+        return kernels.backward(d_out, d_lse, q, c, k, v, keep, order, first, out, lse, found, reach, mass, detach)
 
 
 @_near_and_far_backward.register_fake
@@ -73,13 +73,13 @@ def _(d_out: Tensor, d_lse: Tensor, q: Tensor, c: Tensor, k: Tensor, v: Tensor, 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Answer) -> None:
-    *tensors, ctx.how = inputs[:7], inputs[7:]
+    *tensors, ctx.settings = inputs[:7], inputs[7:]
     ctx.save_for_backward(*tensors[0], *output)
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    return *_near_and_far_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.how), *[None] * 10
+    return *_near_and_far_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings), *[None] * 10
 
 
 _near_and_far.register_autograd(_give_back, setup_context=_keep)
@@ -87,41 +87,45 @@ _near_and_far.register_autograd(_give_back, setup_context=_keep)
 
 def near_and_far(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, labels: Tensor, mask: Mask, scale: float, *,
-    top: int, mass: str, detach_mass: bool = False, blocks: tuple[int, int, int] = (0, 0, 0), roll: Roll | None = None,
-    backend: str = "reference",
+    top: int, mass: str, detach_mass: bool = False, blocks: tuple[int, int, int] = (0, 0, 0),
+    members: Members | None = None, backend: str = "reference",
 ) -> Attended:  # fmt: skip
     """q (b h n d), centroids c (b h c d), k (b hk m d), v (b hk m e), labels (b h n) with -1 for nobody's and their
-    roll. mass: how the far part weighs for each query, see Improved; blocks: see coarse."""
-    if serve("near_and_far", backend, kernels.why_not(q, k, v, c.shape[2], top)):
-        assert roll is not None  # made wherever kernels are
-        how = (scale, top, *blocks, kernels.MASSES[mass], detach_mass)
-        out, lse, *_ = _near_and_far(q, c, k, v, mask.keys, roll.order, roll.first, *how)
+    members. mass: how the far part weighs for each query, see Improved; blocks: see coarse."""
+    if use_kernel("near_and_far", backend, kernels.why_not(q, k, v, c.shape[2], top)):
+        assert members is not None  # made wherever kernels are
+        settings = (scale, top, *blocks, kernels.MASSES[mass], detach_mass)
+        out, lse, *_ = _near_and_far(q, c, k, v, mask.keys, members.order, members.first, *settings)
         return Attended(out, lse)
-    said = coarse(c, k, v, mask, scale, top=top, tangent=mass == "tangent", blocks=blocks)
-    return _fine(q, c, k, v, labels, said, scale, mass, detach_mass)
+    found = coarse(c, k, v, mask, scale, top=top, tangent=mass == "tangent", blocks=blocks)
+    return _fine(q, c, k, v, labels, found, scale, mass, detach_mass)
 
 
 def _fine(
-    q: Tensor, c: Tensor, k: Tensor, v: Tensor, labels: Tensor, said: Coarse, scale: float, mass: str, detach: bool
+    q: Tensor, c: Tensor, k: Tensor, v: Tensor, labels: Tensor, found: Coarse, scale: float, mass: str, detach: bool
 ) -> Attended:
     """Each query over its cluster's near keys, and the far ones as one."""
-    keys, values, level = take(k, said.near_at), take(v, said.near_at), said.far.lse  # (b h c t d) (b h c t e) (b h c)
-    bias = torch.where(said.near_at < 0, NEVER, 0.0).to(level.dtype)
+    keys, values, level = (
+        take(k, found.near_at),
+        take(v, found.near_at),
+        found.far.lse,
+    )  # (b h c t d) (b h c t e) (b h c)
+    bias = torch.where(found.near_at < 0, NEVER, 0.0).to(level.dtype)
     if mass == "cluster":
         # Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for
         # the cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand.
-        odds = torch.where(level == NEVER, NEVER, level - torch.where(said.near_lse == NEVER, 0.0, said.near_lse))
+        odds = torch.where(level == NEVER, NEVER, level - torch.where(found.near_lse == NEVER, 0.0, found.near_lse))
         share = odds.sigmoid()[..., None, None]
-        mixed = (1 - (share.detach() if detach else share)) * values + share * said.far.out.unsqueeze(3)
+        mixed = (1 - (share.detach() if detach else share)) * values + share * found.far.out.unsqueeze(3)
         near = _by_tiles(q, labels, keys, mixed.to(values.dtype), bias, scale)
         return Attended(near.out, near.lse + broadcast(F.softplus(odds), labels))
     # The far keys act as one: with their mean as the key, its logit is the tangent of the far log-sum-exp at the
     # centroid; with a zero key, that log-sum-exp itself.
-    key = said.mean_key.to(k.dtype) if mass == "tangent" else torch.zeros_like(c)
+    key = found.mean_key.to(k.dtype) if mass == "tangent" else torch.zeros_like(c)
     level = level - (wide(c) * wide(key)).sum(-1) * scale
     return _by_tiles(
         q, labels, torch.cat([keys, key.unsqueeze(3)], 3),
-        torch.cat([values, said.far.out.unsqueeze(3).to(v.dtype)], 3), torch.cat([bias, level.unsqueeze(3)], 3), scale,
+        torch.cat([values, found.far.out.unsqueeze(3).to(v.dtype)], 3), torch.cat([bias, level.unsqueeze(3)], 3), scale,
     )  # fmt: skip
 
 

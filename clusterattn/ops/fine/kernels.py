@@ -12,7 +12,7 @@ from torch import Tensor
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from ..coarse import kernels as coarse
 from ..coarse.reference import Reach
-from ..roll_kernels import tiles
+from ..members.kernels import tiles
 
 LOG2E = 1.4426950408889634
 SOFTMAX, TANGENT, CLUSTER = 0, 1, 2  # how the far part weighs, see Improved
@@ -93,9 +93,9 @@ def fine_fwd_kernel(
                 weight = tl.exp2(far - level)
                 total += weight
                 out += weight[:, None] * far_value[None, :]
-            some = tl.where(total > 0, total, 1.0)
-            out = out / some[:, None]
-            lse = tl.where(total > 0, (tl.log2(some) + level) * 0.6931471805599453, float("-inf"))
+            safe = tl.where(total > 0, total, 1.0)
+            out = out / safe[:, None]
+            lse = tl.where(total > 0, (tl.log2(safe) + level) * 0.6931471805599453, float("-inf"))
             if MASS == 2:
                 odds = _odds(far_lse, near_lse)
                 share = tl.where(total > 0, tl.sigmoid(odds), 0.0)
@@ -232,9 +232,17 @@ def _sizes(
 
 
 def forward(
-    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor, first: Tensor, how: Reach, mass: int
+    q: Tensor,
+    c: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    order: Tensor,
+    first: Tensor,
+    reach: Reach,
+    mass: int,
 ) -> tuple[Tensor, Tensor, Found]:
-    found = Found(*coarse.forward(c, k, v, keep, how))
+    found = Found(*coarse.forward(c, k, v, keep, reach))
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), rows(k), rows(v)
     (b, h, n, _), (clusters, top) = q.shape, found.near_at.shape[2:]
     sizes, shape, splits = _sizes(q, v, clusters, top, 64, stages=2)
@@ -242,14 +250,14 @@ def forward(
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     fine_fwd_kernel[((clusters + 1) * splits, b * h)](
         q, k, v, c, found.near_at, found.far, found.mean_key, found.far_lse, found.near_lse, order, first, out, lse,
-        *sizes, how.scale * LOG2E, splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], MASS=mass, **shape,
+        *sizes, reach.scale * LOG2E, splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], MASS=mass, **shape,
     )  # fmt: skip
     return out, lse, found
 
 
 def backward(
     d_out: Tensor, d_lse: Tensor, q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    order: Tensor, first: Tensor, out: Tensor, lse: Tensor, found: Found, how: Reach, mass: int, detach: bool,
+    order: Tensor, first: Tensor, out: Tensor, lse: Tensor, found: Found, reach: Reach, mass: int, detach: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     plain = c.to(k.dtype).contiguous()
     q, k, v, dy = rows(q), rows(k), rows(v), rows(d_out.to(v.dtype))
@@ -266,12 +274,12 @@ def backward(
     fine_bwd_kernel[((clusters + 1) * splits, b * h)](
         q, k, v, plain, found.near_at, found.far, found.mean_key, found.far_lse, found.near_lse, order, first,
         out.contiguous(), lse, dy, d_lse.contiguous(), dq, dk, dv, d_far, d_mean, d_level,
-        *sizes, how.scale * LOG2E, how.scale, splits,
+        *sizes, reach.scale * LOG2E, reach.scale, splits,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3],
         MASS=mass, DETACH=detach, **shape,
     )  # fmt: skip
     dc, dk, dv = coarse.backward(
         d_far, d_mean, d_level, None, c, k, v, keep, found.far, found.mean_key, found.far_lse, found.near_lse,
-        found.bits, how, splits=splits, near=(found.near_at, dk, dv), odds=mass == CLUSTER,
+        found.bits, reach, splits=splits, near=(found.near_at, dk, dv), odds=mass == CLUSTER,
     )  # fmt: skip
     return dq, dc, dk, dv

@@ -11,16 +11,14 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ... import _draw
+from .. import draw
 from .._chunks import wide
-from .._jit import serve, why_no_kernels
+from .._jit import use_kernel, why_no_kernels
 from . import kernels, reference
 
 
 @torch.library.custom_op("clusterattn::directions", mutates_args=())
-def _directions(
-    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None
-) -> Tensor:
+def _directions(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
     return kernels.directions(rounds, each, d, number, like.device, holder)
 
 
@@ -117,15 +115,13 @@ def _give_back(ctx: Any, d_unit: Tensor) -> Any:
 _unit.register_autograd(_give_back, setup_context=_keep)
 
 
-def directions(
-    rounds: int, each: int, d: int, seed: _draw.Seed, like: Tensor, *, backend: str = "reference"
-) -> Tensor:
+def directions(rounds: int, each: int, d: int, seed: draw.Seed, like: Tensor, *, backend: str = "reference") -> Tensor:
     """(r each d) random directions in fp32 or better; those of one round do not depend on how many there are."""
-    if serve("directions", backend, why_no_kernels(like)):
-        number, holder = _draw.number_and_holder(seed)
+    if use_kernel("directions", backend, why_no_kernels(like)):
+        number, holder = draw.number_and_holder(seed)
         drawn: Tensor = _directions(like, rounds, each, d, number, holder)
         return drawn
-    return _draw.directions(rounds, each, d, seed, wide(like.new_empty(0)))
+    return draw.directions(rounds, each, d, seed, wide(like.new_empty(0)))
 
 
 def scores(
@@ -137,7 +133,7 @@ def scores(
     ``lifted``: after two more coordinates have brought all queries and keys of a head to one norm, so that near means a
     large product. valid (b n), None for everybody: padding has no say in the norm.
     """
-    if serve("scores", backend, kernels.why_not(q, k)):
+    if use_kernel("scores", backend, kernels.why_not(q, k)):
         found: tuple[Tensor, Tensor] = _scores(q, k, drawn, valid_q, valid_k, lifted)
         return found
     return reference.scores(q, k, drawn, valid_q, valid_k, lifted)
@@ -149,7 +145,7 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None = None, *, backend
     x (b h n d), drawn (r directions d) -> (b h r n). With fewer valid tokens fewer directions take part, so that
     padding does not change a hash; None: all of them.
     """
-    if serve("polytope", backend, kernels.why_not(x)):
+    if use_kernel("polytope", backend, kernels.why_not(x)):
         hashes: Tensor = _polytope(x, drawn, buckets)
         return hashes
     return reference.polytope(x, drawn, buckets)
@@ -161,7 +157,7 @@ def balanced(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys in the order of their scores (b h r n), (b h r m), cut into equally many buckets of nearly equal
     size: two tables (b h r*g seats). The side that needs more buckets decides; the other spreads evenly over them."""
-    if serve("balanced", backend, kernels.why_not(score_q[..., :1], score_k[..., :1])):
+    if use_kernel("balanced", backend, kernels.why_not(score_q[..., :1], score_k[..., :1])):
         seats: tuple[Tensor, Tensor] = _balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
         return seats
     return reference.balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
@@ -170,7 +166,7 @@ def balanced(
 def chunked(hashes: Tensor, valid: Tensor | None, *, chunk: int, backend: str = "reference") -> tuple[Tensor, Tensor]:
     """Tokens in the order of their hashes (b h r n), cut into chunks: the chunks (b h r*g chunk), and each chunk with
     the one before it, around the circle of its round (b h r*g 2*chunk)."""
-    if serve("chunked", backend, kernels.why_not(hashes[..., :1])):
+    if use_kernel("chunked", backend, kernels.why_not(hashes[..., :1])):
         seats: tuple[Tensor, Tensor] = _chunked(hashes, valid, chunk)
         return seats
     return reference.chunked(hashes, valid, chunk)
@@ -178,5 +174,5 @@ def chunked(hashes: Tensor, valid: Tensor | None, *, chunk: int, backend: str = 
 
 def unit(x: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows of length 1, in x's own dtype."""
-    rows: Tensor = _unit(x) if serve("unit", backend, kernels.why_not(x)) else reference.unit(x)
+    rows: Tensor = _unit(x) if use_kernel("unit", backend, kernels.why_not(x)) else reference.unit(x)
     return rows

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import _draw, _draw_kernels
+from .. import draw
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from .._jit import triton as _triton
+from ..draw import kernels as draw_kernels
 
 LEAST_BITS = 18
 WIDEST = 8192  # numbers in a tile of rows
@@ -20,15 +21,15 @@ WIDEST = 8192  # numbers in a tile of rows
 
 @jit
 def directions_kernel(OUT, HOLDER, total, each, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """_draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
-    low, high = _draw_kernels.halves(HOLDER, low, high, HELD)
+    """draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
+    low, high = draw_kernels.halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = at % each + ((at // each) << 31)
-    x = _draw_kernels._mix((counter + low) & 0xFFFFFFFF)
-    x = _draw_kernels._mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
+    x = draw_kernels._mix((counter + low) & 0xFFFFFFFF)
+    x = draw_kernels._mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
     salt = counter * 0 + 2 * stream  # int64, also where the launch has turned stream into a constant
-    one = _draw_kernels._mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF)
-    two = _draw_kernels._mix((x + 0x3C6EF372 * (salt + 1)) & 0xFFFFFFFF)
+    one = draw_kernels._mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF)
+    two = draw_kernels._mix((x + 0x3C6EF372 * (salt + 1)) & 0xFFFFFFFF)
     radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float64) + 1.0) / 4294967297.0))
     drawn = radius * tl.cos(6.283185307179586 * (two.to(tl.float64) / 4294967296.0))
     tl.store(OUT + at, drawn.to(tl.float32), mask=at < total)
@@ -184,14 +185,14 @@ def unit_kernel(X, DY, OUT, n, d, heads, sxb, sxh, sxn, BACKWARD: tl.constexpr, 
     at, dims = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
     x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn).to(tl.float32)
     norm = tl.sqrt(tl.sum(x * x, 1))
-    some = tl.maximum(norm, 1e-12)
-    out = x / some[:, None]
+    safe = tl.maximum(norm, 1e-12)
+    out = x / safe[:, None]
     to = (lead * n + at)[:, None] * d + dims[None, :]
     mask = (at < n)[:, None] & (dims < d)[None, :]
     if BACKWARD:
         dy = tl.load(DY + to, mask=mask, other=0.0).to(tl.float32)
         along = tl.where(norm > 1e-12, tl.sum(out * dy, 1), 0.0)
-        out = (dy - out * along[:, None]) / some[:, None]
+        out = (dy - out * along[:, None]) / safe[:, None]
     tl.store(OUT + to, out.to(OUT.dtype.element_ty), mask=mask)
 
 
@@ -210,14 +211,12 @@ def _flags(valid: Tensor | None, like: Tensor) -> Tensor:
     return like if valid is None else valid.contiguous().view(torch.int8)
 
 
-def directions(
-    rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None
-) -> Tensor:
+def directions(rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None) -> Tensor:
     out = torch.empty(rounds, each, d, dtype=torch.float32, device=device)
-    held, low, high = _draw_kernels.seed_arguments(number, holder, out)
+    held, low, high = draw_kernels.seed_arguments(number, holder, out)
     if out.numel():
         directions_kernel[(_triton.cdiv(out.numel(), 256),)](
-            out, held, out.numel(), each * d, low, high, _draw.STREAM_ROUNDS, HELD=holder is not None,
+            out, held, out.numel(), each * d, low, high, draw.STREAM_ROUNDS, HELD=holder is not None,
             BLOCK=256, num_warps=4,
         )  # fmt: skip
     return out

@@ -13,9 +13,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..._types import Roll
+from ..._types import Members
 from .._chunks import wide
-from .._jit import serve
+from .._jit import use_kernel
 from ..rows import broadcast
 from . import kernels, moments, reference
 
@@ -85,9 +85,7 @@ def _farthest(
 
 
 @_farthest.register_fake
-def _(
-    points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool
-) -> Tensor:
+def _(points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool) -> Tensor:
     return points.new_empty((points.shape[0] * points.shape[1], clusters), dtype=torch.int64)
 
 
@@ -104,16 +102,16 @@ def _(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> 
 
 @torch.library.custom_op("clusterattn::means", mutates_args=())
 def _means(
-    x: Tensor, members: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
 ) -> tuple[Tensor, Tensor]:
     if triton and order is not None and first is not None:
         return kernels.means(x, order, first)
-    return reference.means(x, members, clusters)
+    return reference.means(x, member_of, clusters)
 
 
 @_means.register_fake
 def _(
-    x: Tensor, members: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
 ) -> tuple[Tensor, Tensor]:
     b, h, _, d = x.shape
     return x.new_empty((b, h, clusters, d)), x.new_empty((b, h, clusters), dtype=torch.int64)
@@ -126,9 +124,9 @@ def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _give_back_means(ctx: Any, d_means: Tensor, _: Tensor) -> tuple[Any, ...]:
-    members, counts = ctx.saved_tensors
+    member_of, counts = ctx.saved_tensors
     each = (wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype)
-    return broadcast(each, members, backend=ctx.backend), *[None] * 5
+    return broadcast(each, member_of, backend=ctx.backend), *[None] * 5
 
 
 _means.register_autograd(_give_back_means, setup_context=_keep_members)
@@ -168,7 +166,7 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str 
     Kernels write rows of whole 16-byte words: some zeros follow the signs, and change no product. For fp32 they write
     fp16.
     """
-    if serve("codes", backend, kernels.why_not(x)):
+    if use_kernel("codes", backend, kernels.why_not(x)):
         packed: Tensor = _codes(_four(x), planes, thresholds)
         return packed.view(*x.shape[:-1], packed.shape[-1])
     projected = wide(x) @ planes.to(wide(x).dtype)
@@ -190,12 +188,10 @@ def kmeans(
     lead = points.shape[:-2]
     right, offset, origin = _kmeans(
         _four(points), _flat(valid, lead, 1), _three(start_at, lead), _three(train_at, lead), _flat(form, lead, 2),
-        updates, signs, serve("kmeans", backend, kernels.why_not(points)),
+        updates, signs, use_kernel("kmeans", backend, kernels.why_not(points)),
     )  # fmt: skip
     c, w = right.shape[1:]
-    return Centres(
-        right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w)
-    )
+    return Centres(right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w))
 
 
 def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> Tensor:
@@ -203,14 +199,12 @@ def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> 
     lead = points.shape[:-2]
     flat: Tensor = _nearest(
         _four(points), _flat(centres.right, lead, 2), _flat(centres.offset, lead, 1), _flat(centres.origin, lead, 2),
-        serve("nearest", backend, kernels.why_not(points)),
+        use_kernel("nearest", backend, kernels.why_not(points)),
     )  # fmt: skip
     return flat.view(*lead, points.shape[-2])
 
 
-def assign(
-    points: Tensor, directions: Tensor, alive: Tensor, *, backend: str = "reference"
-) -> Tensor:
+def assign(points: Tensor, directions: Tensor, alive: Tensor, *, backend: str = "reference") -> Tensor:
     """The living direction (... c w) with the largest product with each point: (... n)."""
     offset = torch.where(alive, 0.0, float("-inf")).to(wide(points).dtype).expand(*directions.shape[:-1])
     return nearest(points, Centres(directions, offset, None), backend=backend)
@@ -223,7 +217,7 @@ def lloyd(
     lead = points.shape[:-2]
     flat: Tensor = _lloyd(
         _four(points), _flat(valid, lead, 1), _flat(centroids, lead, 2), _flat(alive, lead, 1), updates,
-        serve("lloyd", backend, kernels.why_not(points)),
+        use_kernel("lloyd", backend, kernels.why_not(points)),
     )  # fmt: skip
     return flat.view(*lead, *centroids.shape[-2:])
 
@@ -238,23 +232,23 @@ def farthest(
     reason = "codes have whole distances and many ties: torch picks among them" if signs else kernels.why_not(points)
     best: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
-        serve("farthest", backend if not signs else "reference", reason),
+        use_kernel("farthest", backend if not signs else "reference", reason),
     )  # fmt: skip
     best = best.view(*lead, clusters)
     return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
 
 
 def means(
-    x: Tensor, members: Tensor, clusters: int, *, roll: Roll | None = None, backend: str = "reference"
+    x: Tensor, member_of: Tensor, clusters: int, *, members: Members | None = None, backend: str = "reference"
 ) -> tuple[Tensor, Tensor]:
-    """The mean of each cluster's members (b h c d), with gradient to x, and their number (b h c). members -1: nobody's.
+    """The mean of each cluster's members (b h c d), with gradient to x, and their number (b h c).
 
-    0 for an empty cluster. In the dtype of x: whoever compares a query with its centroid must see the centroid that
-    attended.
+    member_of -1: nobody's. 0 for an empty cluster. In the dtype of x: whoever compares a query with its centroid must
+    see the centroid that attended.
     """
-    triton = serve("means", backend, kernels.why_not(x) if roll is not None else "there is no roll of the members")
-    order, first = (roll.order, roll.first) if roll is not None else (None, None)
-    found: tuple[Tensor, Tensor] = _means(x, members, order, first, clusters, triton)
+    triton = use_kernel("means", backend, kernels.why_not(x) if members is not None else "the members are not sorted")
+    order, first = (members.order, members.first) if members is not None else (None, None)
+    found: tuple[Tensor, Tensor] = _means(x, member_of, order, first, clusters, triton)
     return found
 
 
@@ -265,5 +259,5 @@ def covariance(
 
     at (b hk s): over the keys at these positions alone (-1: none); keep is not asked then.
     """
-    cov: Tensor = _covariance(k, keep, at, serve("covariance", backend, kernels.why_not(k)))
+    cov: Tensor = _covariance(k, keep, at, use_kernel("covariance", backend, kernels.why_not(k)))
     return cov if heads == k.shape[1] else cov.repeat_interleave(heads // k.shape[1], 1)

@@ -1,4 +1,4 @@
-"""k-means: the assignment is a product on tensor cores, the update a sum over each cluster's roll (see roll_kernels).
+"""k-means: the assignment is a product on tensor cores, the update a sum over members (see members/kernels.py).
 
 Sums are split over programs and added up in a fixed order: the same inputs give the same bits.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import roll_kernels
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from .._jit import triton as _triton
+from ..members import kernels as member_kernels
 from .reference import rows_at
 
 
@@ -94,9 +94,7 @@ def nearest_kernel(
 
 
 @jit
-def _added(
-    SUMS, COUNTS, lead, which, dims, c, d, splits, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr
-):
+def _added(SUMS, COUNTS, lead, which, dims, c, d, splits, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """The parts of each cluster's sum and of its number of members, added up in their order."""
     total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
     for first in range(0, splits, BS):
@@ -305,18 +303,18 @@ def _add_up(parts: Tensor, counts: Tensor, dtype: torch.dtype, mean: bool) -> tu
     lead, splits, c, d = parts.shape
     out = torch.empty(lead, c, d, dtype=dtype, device=parts.device)
     total = torch.empty(lead, c, dtype=torch.int64, device=parts.device)
-    some = min(32, power(splits, least=1))
-    each = max(1, 64 // some)
+    few = min(32, power(splits, least=1))
+    each = max(1, 64 // few)
     add_up_kernel[(_triton.cdiv(c, each), lead)](
-        parts, counts, out, total, c, d, splits, MEAN=mean, BC=each, BS=some, BD=power(d), num_warps=4
+        parts, counts, out, total, c, d, splits, MEAN=mean, BC=each, BS=few, BD=power(d), num_warps=4
     )
     return out, total
 
 
 def member_sums(x: Tensor, order: Tensor, first: Tensor, dtype: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
-    """Sums or means (b h c d) of the rows on a cluster's roll, and their number (b h c)."""
+    """Sums or means (b h c d) of the members of each cluster, and their number (b h c)."""
     (b, h, _, d), c = x.shape, first.shape[1] - 2
-    out, total = _add_up(*roll_kernels.sums(x, order, first), dtype, mean)
+    out, total = _add_up(*member_kernels.sums(x, order, first), dtype, mean)
     return out.view(b, h, c, d), total.view(b, h, c)
 
 
@@ -384,8 +382,8 @@ def _train(
         labels = nearest(points, w, offset, origin)
         if valid is not None:
             labels = torch.where(valid, labels, -1)
-        roll = roll_kernels.by_label(labels, centroids.shape[1])
-        w, offset = _prepare(points, centroids, alive, origin, form, signs, roll_kernels.sums(points, *roll))
+        members = member_kernels.by_label(labels, centroids.shape[1])
+        w, offset = _prepare(points, centroids, alive, origin, form, signs, member_kernels.sums(points, *members))
     return w, offset
 
 

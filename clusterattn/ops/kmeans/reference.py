@@ -34,15 +34,15 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
     columns, offset = right.to(wide(points).dtype).mT.contiguous(), offset.unsqueeze(1)
     rows = max(1, min(n, budget(points) // c))
     for heads in spans(lead, budget(points) // (rows * c)):
-        for some in spans(n, rows):
-            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, some), columns[heads])
-            labels[heads, some] = scores.max(-1).indices
+        for piece in spans(n, rows):
+            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, piece), columns[heads])
+            labels[heads, piece] = scores.max(-1).indices
     return labels
 
 
-def _centred(points: Tensor, origin: Tensor | None, heads: slice, some: slice) -> Tensor:
+def _centred(points: Tensor, origin: Tensor | None, heads: slice, piece: slice) -> Tensor:
     """A shared offset of all points says nothing about who is alike, but costs digits: it is taken off first."""
-    x = wide(points[heads, some])
+    x = wide(points[heads, piece])
     return x if origin is None else x - origin[heads]
 
 
@@ -56,9 +56,9 @@ def sums(points: Tensor, labels: Tensor, clusters: int) -> Tensor:
         total = points.new_zeros(lead * (clusters + 1), w).index_add_(0, bins.view(-1), points.reshape(-1, w))
         return total.view(lead, clusters + 1, w)[:, :clusters]
     total = points.new_zeros(lead, clusters, w)  # atomics would change the order of summation from run to run
-    for some in spans(n, budget(points) // max(lead * clusters, 1)):
-        chosen = labels[:, some, None] == torch.arange(clusters, device=points.device)
-        total.baddbmm_(chosen.to(points.dtype).mT, points[:, some])
+    for piece in spans(n, budget(points) // max(lead * clusters, 1)):
+        chosen = labels[:, piece, None] == torch.arange(clusters, device=points.device)
+        total.baddbmm_(chosen.to(points.dtype).mT, points[:, piece])
     return total
 
 
@@ -118,10 +118,10 @@ def kmeans(
     return *_scorer(centroids, alive, form, signs), origin
 
 
-def means(x: Tensor, members: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+def means(x: Tensor, member_of: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     b, h, n, d = x.shape
-    total = sums(wide(x).reshape(b * h, n, d), members.reshape(b * h, n), clusters).view(b, h, clusters, d)
-    bins = torch.where(members < 0, clusters, members)
+    total = sums(wide(x).reshape(b * h, n, d), member_of.reshape(b * h, n), clusters).view(b, h, clusters, d)
+    bins = torch.where(member_of < 0, clusters, member_of)
     counts = torch.zeros(b, h, clusters + 1, dtype=torch.int64, device=x.device)
     counts = counts.scatter_add_(2, bins, torch.ones_like(bins))[..., :clusters].contiguous()
     return (total / counts.clamp(min=1).unsqueeze(-1)).to(x.dtype), counts

@@ -1,0 +1,292 @@
+"""The commands that measure attention itself: compare, bench and env."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..measure.show import progress, show_bench, show_comparison, show_env
+from ..methods import method as method_of
+from .arguments import DTYPES, command_line, device_of, distinct, dtype_of, lengths_of, need_now, plainly
+
+if TYPE_CHECKING:
+    from .._rows import Row
+    from .._types import Method
+
+BENCHED = ("clustered", "improved", "refined", "smyrf:rounds=2")
+LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
+
+
+def compare(
+    qkv: Annotated[
+        Path | None,
+        typer.Option(
+            help="safetensors with q (b h n d), k (b hk m d), v (b hk m e), key_mask (b m) if any. "
+            "Default: the embedded sample.",
+            show_default=False,
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME or NAME:key=value,… May be repeated. What it leaves open follows the options below. "
+            "Default: every method.",
+            show_default=False,
+        ),
+    ] = None,
+    clusters: Annotated[
+        int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
+    ] = None,
+    seats: Annotated[
+        int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")
+    ] = None,
+    causal: Annotated[
+        bool, typer.Option(help="Causal attention; methods without a causal form are left out.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")
+    ] = 5,
+    sweep: Annotated[
+        bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path(
+        "clusterattn-report"
+    ),
+    report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
+    ] = False,
+) -> None:
+    """Every method on the same q, k, v: error, time and memory against exact attention.
+
+    Prints a table and writes one self-contained report.html: error against time, attention maps, clusters.
+
+    [bold]Examples[/]
+
+      clusterattn compare
+
+      clusterattn compare --clusters 50 --top 64 --out wider
+
+      clusterattn compare --qkv mine.safetensors --causal
+
+      clusterattn compare --method refined --method smyrf:rounds=8,dedup=true --json --no-report
+    """
+    with plainly():
+        from .._rows import dumps
+        from ..measure.compare import compare as measure
+        from ..measure.compare import methods_for
+        from ..measure.report import write_report
+        from ..measure.sample import embedded, load
+
+        need_now("safetensors", "rich", *(("matplotlib", "jinja2") if report else ()))
+        sample = (embedded() if qkv is None else load(qkv)).to(device_of(device), dtype_of(dtype))
+        budget = methods_for(
+            *sample.shape[2:4], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window
+        )
+        chosen = [_completed(each, budget) for each in method] if method else budget
+        if method:
+            _insist(chosen, sample, causal)
+        with progress() as tick:
+            result = measure(
+                sample,
+                chosen,
+                causal=causal,
+                seed=seed,
+                repetitions=repetitions,
+                sweep=sweep and report,
+                tick=tick,
+            )
+        written = write_report(result, out, command=command_line()) if report else []
+        if as_json:
+            print(dumps(result.rows))
+        else:
+            show_comparison(result, written)
+
+
+def bench(
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"NAME or NAME:key=value,… May be repeated. Default: {', '.join(BENCHED)}.",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated. Default on the CPU: {LENGTHS['cpu']}.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Default: 1; on cuda as many as make 32768 tokens.", show_default=False),
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1)] = 6,
+    dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(DTYPES)} (default: float32; on cuda bfloat16)", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    causal: Annotated[bool, typer.Option(help="Causal attention.")] = False,
+    backward: Annotated[bool, typer.Option(help="Measure forward + backward as well.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory as well.")] = True,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Turns that every method takes; its fastest counts (on cuda: by time).")
+    ] = 5,
+    seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass (cpu).")] = 30.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")
+    ] = Path("clusterattn-bench"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
+    ] = False,
+) -> None:
+    """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
+
+    On the CPU all take turns, so that a slow moment of the machine falls on all alike. On CUDA one table:
+    each method is first checked against its reference (one that fails gets no time), then timed as a CUDA
+    graph beside the fastest SDPA backend, with its distance to one pass through memory and its error.
+
+    [bold]Examples[/]
+
+      clusterattn bench
+
+      clusterattn bench --method refined --method clustered:steps=2 --lengths 4096,16384
+
+      clusterattn bench --device cuda --dtype bfloat16 --lengths 1024,8192,65536 --no-backward
+    """
+    with plainly():
+        import torch
+
+        from .. import _rows as files
+        from .._files import write_whole
+        from ..measure.bench import PASSES
+        from ..measure.bench import bench as measure
+        from ..measure.compare import refusal
+        from ..measure.plots import scaling
+        from ..measure.plots_speed import crossings
+        from ..measure.sample import mixture
+        from ..measure.speed_table import as_text
+
+        need_now("rich", "matplotlib")
+        where = device_of(device)
+        many = lengths_of(lengths or LENGTHS[where])
+        methods = distinct([method_of(each) for each in method or BENCHED])
+        for each in methods:
+            why_not = refusal(each, mixture(1, 1, 1, 1), causal)
+            if why_not is not None:
+                raise ValueError(f"{each} can not be measured here: {why_not}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        passes = PASSES if backward else PASSES[:1]
+        path = files.rows_path(out, "bench", where)
+        found: list[Row] = []
+        with progress() as tick:
+            for row in measure(
+                methods,
+                lengths=many,
+                batch=batch,
+                heads=heads,
+                dim=dim,
+                dtype=dtype_of(dtype or ("bfloat16" if where == "cuda" else "float32")),
+                device=where,
+                causal=causal,
+                passes=passes,
+                repetitions=repetitions,
+                seconds=seconds,
+                seed=seed,
+                memory=memory,
+                tick=tick,
+            ):
+                files.append(path, row)
+                found.append(row)
+        draw = crossings if where == "cuda" else scaling
+        picture = write_whole(path.with_suffix(".png"), draw(found))
+        if as_json:
+            print(files.dumps(found))
+        elif where == "cuda":
+            print(as_text(found), "", path, picture, sep="\n")
+        else:
+            show_bench(found, [path, picture])
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Versions, devices, and which backend each operation would use here, and why not a faster one."""
+    with plainly():
+        import importlib.metadata
+
+        import torch
+
+        from .. import ops
+        from .._rows import dumps, environment
+
+        extras: dict[str, str | None] = {}
+        for name in ("triton", "numpy", "matplotlib", "safetensors", "transformers"):
+            try:
+                extras[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                extras[name] = None
+        devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        verbs = [(where, *each) for where in devices for each in ops.verbs(torch.device(where))]
+        around = environment()
+        if as_json:
+            keys = ("device", "verb", "backend", "why_not")
+            listed = [dict(zip(keys, each, strict=True)) for each in verbs]
+            print(dumps({"environment": around, "packages": extras, "devices": _devices(), "verbs": listed}))
+            return
+        show_env({**around, **extras, **_devices()}, verbs)
+
+
+def _completed(spec: str, budget: Sequence[Method]) -> Method:
+    """A method as asked for; settings that the words leave open come from the budget."""
+    given = method_of(spec)
+    named = [
+        setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()
+    ]
+    usual = next(each for each in budget if each.name == given.name)
+    return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
+
+
+def _insist(methods: Sequence[Method], sample: Any, causal: bool) -> None:
+    """A method asked for by name is not left out silently."""
+    from ..measure.compare import refusal
+
+    for each in methods:
+        why_not = refusal(each, sample, causal)
+        if why_not is not None:
+            raise ValueError(f"{each} can not answer here: {why_not}")
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {
+            "cuda": f"none that this torch can see (built for CUDA {torch.version.cuda})"
+            if torch.version.cuda
+            else "none: this torch is a CPU build"
+        }
+    found = {}
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        found[f"cuda:{i}"] = (
+            f"{about.name}, {about.total_memory / 2**30:.0f} GiB, capability {about.major}.{about.minor}"
+        )
+    return found

@@ -1,0 +1,153 @@
+"""All randomness: a counter-based function of (seed, stream, counter).
+
+No generator is consumed and nothing is stored, so the same numbers come out on every device, in a checkpointed second
+forward, in a batch of one, and whatever the padding (the counter is a token's rank among the valid ones).
+
+A seed is a whole number, or a tensor that holds one: it is read when the draw happens, so that a CUDA graph, which has
+numbers for good, draws anew in every replay. Ops take it as two arguments, a number and perhaps the tensor that holds
+the number instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .._jit import HAVE_TRITON
+from . import kernels
+
+Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
+
+# Constants below 2**31 keep every product of two 32-bit numbers inside int64: no overflow, on any backend.
+_MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
+_LOW = 0xFFFFFFFF
+STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS, STREAM_DIRECTIONS = 1, 2, 3, 4, 5, 6
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit integers held in int64 (multiply and xor-shift, three rounds)."""
+    for multiplier in _MULTIPLIERS:
+        x = ((x ^ (x >> 16)) * multiplier) & _LOW
+    return x ^ (x >> 15)
+
+
+def _in_one_launch(x: Tensor) -> bool:
+    return x.is_cuda and HAVE_TRITON
+
+
+def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
+    return (0, seed) if isinstance(seed, Tensor) else (seed, None)
+
+
+@torch.library.custom_op("clusterattn::bits", mutates_args=())
+def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
+    if _in_one_launch(counter):
+        return kernels.bits(counter, number, stream, holder)
+    counter, seed = counter.to(torch.int64), number if holder is None else holder
+    x = _mix((counter + (seed & _LOW)) & _LOW)
+    x = _mix(x ^ (((counter >> 32) ^ (seed >> 32)) & _LOW))
+    return _mix((x + 0x3C6EF372 * stream) & _LOW)
+
+
+@_bits.register_fake
+def _(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
+    return torch.empty_like(counter, dtype=torch.int64, memory_format=torch.contiguous_format)
+
+
+def bits(counter: Tensor, seed: Seed, stream: int) -> Tensor:
+    """A 32-bit random integer (as int64) for each counter.
+
+    An op of its own because a compiler that inlines the mixing, where every line reads the last one twice, never ends.
+    """
+    number, holder = number_and_holder(seed)
+    drawn: Tensor = _bits(counter, number, stream, holder)
+    return drawn
+
+
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device, first: Tensor | int = 0) -> Tensor:
+    """Standard normal numbers (Box-Muller, computed in fp64 so that devices agree, shared out in fp32)."""
+    counter = torch.arange(math.prod(shape), device=device).view(shape) + first
+    one = (bits(counter, seed, 2 * stream).double() + 1) / 4294967297
+    two = bits(counter, seed, 2 * stream + 1).double() / 4294967296
+    return (torch.sqrt(-2 * torch.log(one)) * torch.cos(2 * math.pi * two)).float()
+
+
+def directions(rounds: int, each: int, d: int, seed: Seed, like: Tensor) -> Tensor:
+    """(r each d) random directions. Those of one round do not depend on how many there are: padding only adds some."""
+    return torch.stack(
+        [normal((each, d), seed, STREAM_ROUNDS, like.device, first=one << 31) for one in range(rounds)]
+    ).to(like.dtype)
+
+
+@torch.library.custom_op("clusterattn::stratified_among", mutates_args=())
+def _stratified_among(
+    valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
+    holder: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    if _in_one_launch(valid):
+        return kernels.stratified_among(valid, number, stream, most, wanted, holder)
+    seen = valid.cumsum(-1)
+    total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
+    lot = torch.arange(most, device=valid.device)
+    wanted = torch.full_like(total, most) if wanted is None else wanted
+    rank = ((lot << 32) + _bits(lot, number, stream, holder)).double() * (total.double() / (wanted * 2.0**32))
+    rank = torch.where(total > wanted, rank.long().clamp(max=total - 1), lot.expand_as(rank))
+    at = torch.searchsorted(seen, (rank + 1).expand(*valid.shape[:-1], most).contiguous())
+    return torch.where((rank < total) & (lot < wanted), at, -1)
+
+
+@_stratified_among.register_fake
+def _(
+    valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
+    holder: Optional[Tensor] = None,
+) -> Tensor:  # fmt: skip
+    return valid.new_empty((*valid.shape[:-1], most), dtype=torch.int64)
+
+
+def stratified_among(valid: Tensor, seed: Seed, stream: int, most: int, wanted: Tensor | None = None) -> Tensor:
+    """``most`` distinct valid positions at random over the sequence, (... most); -1 once the valid ones are used up.
+
+    Stratified: the valid tokens are cut into ``most`` equal stretches and one is drawn from each. Only ranks among the
+    valid tokens are drawn, so padding changes nobody's luck; nothing is sorted and the cost does not grow with length.
+    ``wanted`` (... 1): how many of the ``most`` lots are drawn, where that follows the number of valid tokens.
+    """
+    number, holder = number_and_holder(seed)
+    drawn: Tensor = _stratified_among(valid, number, stream, most, wanted, holder)
+    return drawn
+
+
+@torch.library.custom_op("clusterattn::stratified", mutates_args=())
+def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
+    if _in_one_launch(like):
+        return kernels.stratified(n, number, stream, most, like.device, holder)
+    lot = torch.arange(most, device=like.device)
+    if n <= most:
+        return torch.where(lot < n, lot, -1)
+    rank: Tensor = ((lot << 32) + _bits(lot, number, stream, holder)).double() * (n / (most * 2.0**32))
+    return rank.long().clamp(max=n - 1)
+
+
+@_stratified.register_fake
+def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
+    return like.new_empty((most,), dtype=torch.int64)
+
+
+def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
+    """As stratified_among where all n tokens are valid: the same positions for every sequence, (most,)."""
+    number, holder = number_and_holder(seed)
+    drawn: Tensor = _stratified(like, n, number, stream, most, holder)
+    return drawn
+
+
+def positions(valid: Tensor | None, like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
+    """``most`` of n tokens for each of the sequences ``like`` (b h ... n d): (b h ... most), -1 where there are fewer.
+
+    valid (b 1 ... n), or None when all tokens are real. The draw is shared by the heads.
+    """
+    drawn: Tensor = (
+        stratified(like, n, seed, stream, most) if valid is None else stratified_among(valid, seed, stream, most)
+    )
+    return drawn.expand(*like.shape[:-2], most)

@@ -1,0 +1,125 @@
+"""A counting sort by label, and sums over the sorted: no atomics, the same bits every time.
+
+Stretches of a few hundred rows are sorted in registers; how many rows of each cluster every stretch holds says where
+its rows go.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._jit import jit, power, rows, tl
+from .._jit import triton as _triton
+
+STRETCH = 512
+
+
+@jit
+def _homes(LABELS, lead, at, n, c):
+    """The cluster of each row: c for those without one, c + 1 past the end."""
+    label = tl.load(LABELS + lead * n + at, mask=at < n, other=0).to(tl.int32)
+    return tl.where(at < n, tl.where(label < 0, c, label), c + 1)
+
+
+@jit
+def count_kernel(LABELS, COUNTS, n, c, stretches, BN: tl.constexpr, BC: tl.constexpr):
+    """COUNTS (lead stretches c+1): the rows of each cluster in each stretch."""
+    stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    which = tl.arange(0, BC)
+    count = tl.histogram(_homes(LABELS, lead, stretch * BN + tl.arange(0, BN), n, c), BC)
+    tl.store(COUNTS + (lead * stretches + stretch) * (c + 1) + which, count, mask=which <= c)
+
+
+@jit
+def scan_kernel(COUNTS, FIRST, c, stretches, BS: tl.constexpr, BC: tl.constexpr):
+    """FIRST (lead c+2): where each cluster begins. COUNTS becomes, for each stretch and cluster, where the stretch's
+    rows of this cluster begin, less the rows that stand before them in the sorted stretch."""
+    lead, part, which = tl.program_id(0).to(tl.int64), tl.arange(0, BS), tl.arange(0, BC)
+    total = tl.zeros((BC,), tl.int32)
+    for first in range(0, stretches, BS):
+        row = lead * stretches + first + part
+        mask = (first + part < stretches)[:, None] & (which <= c)[None, :]
+        total += tl.sum(tl.load(COUNTS + row[:, None] * (c + 1) + which[None, :], mask=mask, other=0), 0)
+    begin = tl.cumsum(total, 0) - total
+    tl.store(FIRST + lead * (c + 2) + which, begin, mask=which <= c + 1)  # past the last cluster: all rows
+    for first in range(0, stretches, BS):
+        row = lead * stretches + first + part
+        mask = (first + part < stretches)[:, None] & (which <= c)[None, :]
+        place = COUNTS + row[:, None] * (c + 1) + which[None, :]
+        count = tl.load(place, mask=mask, other=0)
+        inside = tl.cumsum(count, 1) - count
+        tl.store(place, begin[None, :] + tl.cumsum(count, 0) - count - inside, mask=mask)
+        begin += tl.sum(count, 0)
+
+
+@jit
+def place_kernel(LABELS, BEGIN, ORDER, n, c, stretches, BN: tl.constexpr):
+    stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = tl.arange(0, BN)
+    sorted_rows = tl.sort(_homes(LABELS, lead, stretch * BN + at, n, c) * BN + at)
+    home, row = sorted_rows // BN, sorted_rows % BN
+    begin = tl.load(BEGIN + (lead * stretches + stretch) * (c + 1) + home, mask=home <= c, other=0)
+    tl.store(ORDER + lead * n + begin + at, stretch * BN + row, mask=home <= c)
+
+
+def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """labels (lead n) -> order (lead n), first (lead c+2), both int32: cluster i holds order[first[i] : first[i+1]]."""
+    labels = labels.contiguous()
+    lead, n = labels.shape
+    tile = min(STRETCH, power(n))
+    stretches = _triton.cdiv(n, tile)
+    counts = torch.empty(lead, stretches, clusters + 1, dtype=torch.int32, device=labels.device)
+    first = torch.empty(lead, clusters + 2, dtype=torch.int32, device=labels.device)
+    order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
+    wide = power(clusters + 2)
+    count_kernel[(stretches, lead)](labels, counts, n, clusters, stretches, BN=tile, BC=wide, num_warps=4)
+    few = min(max(1, 8192 // wide), power(stretches, least=1))
+    scan_kernel[(lead,)](counts, first, clusters, stretches, BS=few, BC=wide, num_warps=8)
+    place_kernel[(stretches, lead)](labels, counts, order, n, clusters, stretches, BN=tile, num_warps=4)
+    return order, first
+
+
+@jit
+def member_sums_kernel(
+    X, ORDER, FIRST, SUMS, COUNTS, n, d, c, heads, splits, sxb, sxh, sxn, BN: tl.constexpr, BD: tl.constexpr
+):
+    """SUMS (lead splits c d), COUNTS (lead splits c): a program takes every splits-th tile of a cluster's members."""
+    which, split, lead = tl.program_id(0) // splits, tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BD)
+    begin, end = tl.load(FIRST + lead * (c + 2) + which), tl.load(FIRST + lead * (c + 2) + which + 1)
+    base = X + (lead // heads) * sxb + (lead % heads) * sxh
+    total, count = tl.zeros((BD,), tl.float32), tl.zeros((BN,), tl.float32)
+    for turn in range(begin + split * BN, end, splits * BN):
+        place = turn + tl.arange(0, BN)
+        real = place < end
+        row = tl.load(ORDER + lead * n + tl.minimum(place, end - 1)).to(tl.int64)
+        x = tl.load(base + row[:, None] * sxn + dims[None, :], mask=real[:, None] & (dims < d)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+        count += real.to(tl.float32)
+    out = (lead * splits + split) * c + which
+    tl.store(SUMS + out * d + dims, total, mask=dims < d)
+    tl.store(COUNTS + out, tl.sum(count, 0))
+
+
+def tiles(n: int, clusters: int, most: int) -> tuple[int, int]:
+    """How many members a program takes at once, and how many programs share a cluster, by a cluster's mean size.
+
+    More programs than the mean needs: clusters differ, and one that finds nothing to do costs little.
+    """
+    each = max(1, n // max(clusters, 1))
+    tile = min(most, power(each * 3 // 4))
+    return tile, max(1, min(16, each // tile))
+
+
+def sums(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Partial sums (lead splits c d) and counts (lead splits c) over the members of each cluster: x (b h n d)."""
+    x = rows(x)
+    (b, h, n, d), c = x.shape, first.shape[1] - 2
+    tile, splits = tiles(n, c, 32)
+    totals = torch.empty(b * h, splits, c, d, dtype=torch.float32, device=x.device)
+    counts = torch.empty(b * h, splits, c, dtype=torch.float32, device=x.device)
+    member_sums_kernel[(c * splits, b * h)](
+        x, order, first, totals, counts, n, d, c, h, splits, *x.stride()[:3], BN=tile, BD=power(d), num_warps=1
+    )  # fmt: skip
+    return totals, counts

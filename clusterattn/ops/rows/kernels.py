@@ -1,0 +1,33 @@
+"""Handing rows out: one pass that reads a label and writes a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._jit import jit, power, tl
+from .._jit import triton as _triton
+
+
+@jit
+def broadcast_fwd_kernel(ROWS, LABELS, OUT, n, c, x, BN: tl.constexpr, BX: tl.constexpr):
+    lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
+    dims = tl.arange(0, BX)
+    label = tl.load(LABELS + lead * n + at, mask=at < n, other=-1)
+    row = tl.load(
+        ROWS + (lead * c + label)[:, None] * x + dims[None, :],
+        mask=(label >= 0)[:, None] & (dims < x)[None, :],
+        other=0.0,
+    )
+    tl.store(OUT + (lead * n + at)[:, None] * x + dims[None, :], row, mask=(at < n)[:, None] & (dims < x)[None, :])
+
+
+def broadcast(rows: Tensor, labels: Tensor) -> Tensor:
+    """rows (b h c x), labels (b h n) -> (b h n x); 0 for label -1."""
+    rows, labels = rows.contiguous(), labels.contiguous()
+    (b, h, c, x), n = rows.shape, labels.shape[2]
+    out = torch.empty(b, h, n, x, dtype=rows.dtype, device=rows.device)
+    wide = power(x, least=1)
+    tile = max(32, min(1024, 8192 // wide))
+    broadcast_fwd_kernel[(_triton.cdiv(n, tile), b * h)](rows, labels, out, n, c, x, BN=tile, BX=wide, num_warps=4)
+    return out

@@ -1,0 +1,223 @@
+"""The papers' commands, which `clusterattn` finds here: train, reproduce and report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clusterattn._errors import bad_value
+from clusterattn._extras import need
+from clusterattn.cli.arguments import command_line, device_of, need_now, plainly
+from clusterattn.measure.show import progress
+from clusterattn.methods import method as method_of
+
+from .show import show_experiments, show_reproduced, show_trained
+
+if TYPE_CHECKING:
+    from .train import Settings
+
+Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.", show_default=False)]
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="classify, pairs, ranking, translate, speech or masked.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="classify: CSV, TSV or JSONL with text and label; pairs and ranking: text_a, text_b, label; "
+            "translate: a TSV of two columns, or a folder with train.de, train.en, …; speech: a folder of .wav with "
+            ".txt beside each; masked: text. A folder may hold train, dev and test; else some of it is held out."
+        ),
+    ],
+    method: Annotated[str, typer.Option(help="NAME or NAME:key=value,…")] = "refined",
+    out: Annotated[
+        Path, typer.Option(help="Folder of the trained model. A training that was interrupted goes on.")
+    ] = Path("clusterattn-model"),
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Cut longer inputs here (default: 8192 words for classify, 128 tokens for translate and masked, which "
+            "needs 15). Speech and, in training, translate leave out what is longer.",
+            show_default=False,
+        ),
+    ] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the model.")] = 128,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    layers: Annotated[int, typer.Option(min=1)] = 2,
+    dropout: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.95, help="Of the layers; classify, pairs, ranking drop 0.3 of word vectors, too."),
+    ] = 0.1,
+    epochs: Annotated[int, typer.Option(min=1)] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Examples in an update.")] = 32,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 5e-4,
+    decay: Annotated[str, typer.Option(help="constant, linear, root or plateau.")] = "plateau",
+    warmup: Annotated[int, typer.Option(min=0, help="Updates until the full learning rate.")] = 0,
+    patience: Annotated[int, typer.Option(min=1, help="Stop after so many epochs without gain on dev.")] = 5,
+    precision: Annotated[str, typer.Option(help="no (fp32), bf16 or fp16.")] = "no",
+    seed: Annotated[int, typer.Option(help="Of splits, order, dropout and draws.")] = 0,
+    device: Device = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON and nothing else.")] = False,
+) -> None:
+    """Train a model with any attention on your own data: a model folder, its figures, a learning curve.
+
+    Killed at any moment, the same command goes on from its last checkpoint. One is written after an epoch, at most
+    every 20 s.
+    Several GPUs or machines: `accelerate launch -m clusterattn.cli train …`.
+
+    [bold]Examples[/]
+
+      clusterattn train classify --data reviews.csv
+
+      clusterattn train classify --data reports.jsonl --length 8192 --method refined:clusters=64 --batch 8
+
+      clusterattn train pairs --data questions.tsv --method smyrf:rounds=2 --out matcher
+
+    [bold]Then, in Python[/]
+
+      task, model = clusterattn_papers.train.load("clusterattn-model"); task.predict(model, ["some text"])
+    """
+    with plainly():
+        need_now("rich", "matplotlib")
+        from clusterattn._rows import dumps
+
+        from .tasks import task_named
+        from .train import Settings, fit, judge, save
+
+        need("accelerate", "train")
+        _check_folder(out)
+        if out.is_dir() and any(out.iterdir()) and not (out / "training").is_dir():
+            got = f"{out}, which holds other files, or a model without its training/"
+            raise bad_value("--out, a new folder or one whose training can go on", got, "another name")
+        if dim % heads:
+            got = f"--dim {dim} --heads {heads}"
+            raise bad_value("--heads that divides --dim", got, f"--dim {heads * -(-dim // heads)}")
+        kind, chosen, where = task_named(task), method_of(method), _best_device(device)
+        settings = Settings(
+            epochs=epochs, batch=batch, lr=lr, decay=decay, warmup=warmup, patience=patience, precision=precision,
+            seed=seed,
+        )  # fmt: skip
+        made = kind.read(data, length=length, seed=seed)
+        sizes: dict[str, Any] = {"dim": dim, "heads": heads, "layers": layers, "dropout": dropout}
+        _seed(settings)
+        model = made.model(chosen, **sizes)
+        with progress() as tick:
+            fitted = fit(made, model, settings, folder=out / "training", device=where, tick=tick)
+        if not _main_process():
+            return
+        figures = {"test": judge(made, fitted.model, "test")} if made.splits.get("test") else {}
+        written = save(out, made, fitted, chosen, sizes, figures)
+        if as_json:
+            print(dumps({"dev": fitted.best, **figures, "steps": fitted.steps, "seconds": fitted.seconds}))
+        else:
+            show_trained(made, fitted, figures, written)
+
+
+def reproduce(
+    names: Annotated[list[str] | None, typer.Argument(help="Experiments, as --list names them; or all.")] = None,
+    scale: Annotated[
+        str, typer.Option(help="smoke (seconds, CPU, invented data), small (minutes, one GPU), paper (as published).")
+    ] = "smoke",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the data sets (folders, or archives as published).", show_default=False),
+    ] = None,
+    device: Device = "",
+    out: Annotated[
+        Path, typer.Option(help="Folder for rows; tables and pictures go to its sub-folder reproduce.")
+    ] = Path("results"),
+    jobs: Annotated[int, typer.Option(min=1, help="Models trained at once, sharing the device.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="Only cells whose name this regular expression finds.", show_default=False)
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="What the rows say where git can not tell.", show_default=False)
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Every table and figure of the papers, and stop.")] = False,
+) -> None:
+    """Run a table or a figure of the papers again, and put the paper's number beside ours.
+
+    What was done before is not done again: an interrupted command goes on where it was.
+
+    [bold]Examples[/]
+
+      clusterattn reproduce --list
+
+      clusterattn reproduce clustered-fig5
+
+      clusterattn reproduce clustered-table1 clusterformer-table2 --scale small --data datasets --device cuda --jobs 8
+    """
+    with plainly():
+        need_now("rich", "matplotlib")
+        from .reproduce import experiments, page, runner
+
+        _check_folder(out)
+        found = experiments()
+        if listed:
+            show_experiments(found)
+            return
+        if not names:
+            raise bad_value("the name of an experiment", "none", "`clusterattn reproduce --list`")
+        wanted = list(found) if names == ["all"] else names
+        with progress() as tick:
+            outcome = runner.reproduce(
+                wanted, scale, data=data, device=_best_device(device), out=out, jobs=jobs, only=only, commit=commit,
+                tick=tick,
+            )  # fmt: skip
+        for name in wanted:
+            written = page.write(found[name], scale, outcome.rows[name], out / "reproduce")
+            show_reproduced(found[name], scale, outcome.rows[name], written)
+        for label, why in outcome.failed.items():
+            typer.echo(f"failed: {label}\n{why}", err=True)
+        if outcome.failed:
+            raise typer.Exit(1)
+
+
+def report(
+    results: Annotated[Path, typer.Option(help="The folder of rows.")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("results.html"),
+) -> None:
+    """Everything under results/ as one self-contained page: the papers' tables and figures, and every other row.
+
+    [bold]Example[/]
+
+      clusterattn report --results results --out results.html
+    """
+    with plainly():
+        need_now("jinja2", "matplotlib")
+        from .reproduce.report import write_page
+
+        if out.is_dir():
+            raise bad_value("--out, a file to write", f"{out}, a folder", f"--out {out / 'results.html'}")
+        typer.echo(str(write_page(results, out, command=command_line())))
+
+
+def _check_folder(out: Path) -> None:
+    """Complain before the work about a folder that can not be written; who writes first makes it."""
+
+    there = next(each for each in (out.absolute(), *out.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise bad_value("--out, a folder", f"{there}, a file", "another name")
+    if not os.access(there, os.W_OK):
+        raise bad_value("--out, a folder that can be written", f"{there}, where you may not write", "another name")
+
+
+def _best_device(name: str) -> str:
+    import torch
+
+    return device_of(name) if name else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _seed(settings: Settings) -> None:
+    import torch
+
+    torch.manual_seed(settings.seed)
+
+
+def _main_process() -> bool:
+
+    return bool(need("accelerate", "train").PartialState().is_main_process)
