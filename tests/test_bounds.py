@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import laws
 import pytest
 import torch
+from laws import close, draw, not_above, padded
 
 import clusterattn as ca
 from clusterattn.measure import proposition1, subset_error
 from clusterattn.measure.error import exact_matrix
-import laws
-from laws import close, draw, not_above, padded
 
 
 @pytest.mark.parametrize("mask", ["all", *laws.PADDINGS])

@@ -6,14 +6,14 @@ import dataclasses
 import warnings
 from typing import Any
 
+import laws
 import pytest
 import torch
+from laws import close, draw, padded, same_bits
 from torch import Tensor
 
 import clusterattn as ca
 from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
-import laws
-from laws import close, draw, padded, same_bits
 
 DIM, HEADS, N = 12, 3, 20
 FIRST = {"scope": "shared", "trains": "all"}  # the first reading of this project

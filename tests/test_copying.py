@@ -8,7 +8,8 @@ import torch
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce.clustered_fig5 import Figure5
+from clusterattn_papers.reproduce._readings import NEW, READINGS
+from clusterattn_papers.reproduce.clustered_fig5 import SEEDS, Figure5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
 from clusterattn_papers.train import Settings, fit, judge
@@ -99,9 +100,10 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
     for at, cell in enumerate(experiment.cells(config)):
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
         rows += [{**cell.settings, **row} for row in experiment.run(cell, config, context)]
-    names = {"full", "routing", "clusterformer", "improved", "clustered", "refined", "lsh", "smyrf"}
+    names = {"full", "routing", "local", "improved", "clustered", "refined", "lsh", "smyrf", *READINGS}
     assert {row["method"] for row in rows} == names
-    assert len(rows) == len(names) * len(config.letters)
+    seeds = {name: SEEDS if name in NEW else 1 for name in names}
+    assert len(rows) == sum(seeds.values()) * len(config.letters)
     for table in experiment.tables(rows, config):
         assert all(len(row) == len(table.columns) and "…" not in row for row in table.rows)
     assert experiment.tables([], config)[0].rows[0][1] == "100.00 | …"

@@ -13,7 +13,7 @@ from clusterattn._errors import bad_value, check_whole
 from clusterattn.methods import MethodSpec
 from clusterattn.nn.decoder import Decoder
 
-from ._parts import Answer, Positions, Stack
+from ._parts import Answer, Positions, Stack, attentions
 
 NEVER = float("-inf")
 
@@ -44,7 +44,7 @@ class Translator(nn.Module):
     @property
     def strict(self) -> bool:
         """Does no later token of a target change what is said of an earlier one?"""
-        return all(layer.attention.method.causality == "strict" for layer in self.decoder.layers)
+        return all(each.method.causality == "strict" for each in attentions(self.decoder) if each.causal)
 
     def forward(self, source: Tensor, source_mask: Tensor, target: Tensor, target_mask: Tensor | None = None) -> Answer:
         """source (b m) and target (b n), which begins with ``start``; masks True = a real token. Logits (b n words)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.methods import ClusterFormer
 
 from ._experiment import Cell, Context, Table, apart, beside, chosen, lead, spread
+from ._readings import CHOSEN, NEW, PAPERS, READINGS, in_paper, reading
 from ._texts import (
     BUDGET,
     LOSSES,
     OURS,
     SAYS,
-    WEIGHT,
     Config,
     TextExperiment,
     against_paper,
@@ -61,6 +65,7 @@ class Table2(TextExperiment):
     place = "Table 2"
     about = "text classification: CR, MR, SUBJ, MPQA, 20NEWS; transformer, reformer, routing, clusterformer"
     needs = ("sentences", "20news", "embeddings")
+    readings = (CHOSEN,)
     scales: ClassVar[dict[str, Any]] = {
         "smoke": Config(sets=(("CR", 1), ("20NEWS", 1)), for_long=OURS, **SMOKE),
         "small": Config(sets=(("CR", 6), ("MR", 3), ("SUBJ", 3), ("MPQA", 3), ("20NEWS", 3)), for_long=OURS),
@@ -73,8 +78,8 @@ class Table2(TextExperiment):
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         sets = [name for name, _ in config.sets]
         table = Table("Test accuracy, per cent (the paper's | ours)", ["Model", *sets, "Average"])
-        for method in config.methods + config.for_long:
-            paper = TABLE2.get(method, {})
+        for method in self.methods(config) + config.for_long:
+            paper = TABLE2.get(in_paper(method), {})
             ours = {name: chosen(rows, "accuracy", set=name, method=method) for name in sets}
             whole = all(ours.values())
             theirs = statistics.fmean(paper[name] for name in sets) if paper else None
@@ -82,7 +87,7 @@ class Table2(TextExperiment):
             cells = [beside(paper.get(name), ours[name], times=100) if paper or ours[name] else "–" for name in sets]
             table.rows.append([SAYS[method], *cells, beside(theirs, mean, times=100) if paper else "–"])
         table.notes = ["± is the standard deviation over repetitions."]
-        used = {f"{row['set']} {row['spec']}" for row in rows if row["method"] == "clusterformer"}
+        used = {f"{row['set']} {row['spec']}" for row in rows if row["method"] in READINGS}
         if used:
             table.notes.append(f"{', '.join(sorted(used))}.")
         return [table]
@@ -101,14 +106,16 @@ class Table2(TextExperiment):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         columns = [(name, name, "accuracy") for name, _ in config.sets]
-        lines = [compared(rows, columns, TABLE2, other) for other in ("transformer", "reformer", "routing")]
+        mine = (PAPERS, *self.readings)
+        lines = [compared(rows, columns, TABLE2, other, one)
+                 for one in mine for other in ("transformer", "reformer", "routing")]  # fmt: skip
         lines += [compared(rows, columns, TABLE2, "transformer", one) for one in config.for_long]
-        worse = [name for name, _ in config.sets
-                 if (found := apart(rows, "accuracy", "clusterformer", "transformer", set=name))
-                 and statistics.fmean(found) < -1]  # fmt: skip
-        if any(lines):
-            where = ", ".join(worse) or "none of them"
-            lines.append(f"In the mean ClusterFormer is more than one point worse than the Transformer on {where}.")
+        for one in mine:
+            found = {name: apart(rows, "accuracy", one, "transformer", set=name) for name, _ in config.sets}
+            worse = [name for name, each in found.items() if each and statistics.fmean(each) < -1]
+            if any(found.values()):
+                where = ", ".join(worse) or "none of them"
+                lines.append(f"In the mean {SAYS[one]} is more than one point worse than the Transformer on {where}.")
         return [line for line in lines if line]
 
 
@@ -128,6 +135,7 @@ class Table3(TextExperiment):
     place = "Table 3"
     about = "inference and matching: SNLI, SciTail, Quora, WikiQA (MAP, MRR); one layer, k = 3"
     needs = ("matching", "embeddings")
+    readings = NEW
     scales: ClassVar[dict[str, Any]] = {
         "smoke": Config(sets=(("SNLI", 1), ("WikiQA", 1)), **SMALL_PAIRS | SMOKE),
         "small": Config(sets=(("SNLI", 3), ("SciTail", 3), ("Quora", 3), ("WikiQA", 3)), **SMALL_PAIRS),
@@ -142,9 +150,9 @@ class Table3(TextExperiment):
         columns = [each for each in PAIR_COLUMNS if each[1] in sets]
         titles = [name if name == which else f"{which} {name.upper()}" for name, which, _ in columns]
         table = Table("Test accuracy, MAP and MRR, per cent (the paper's | ours)", ["Model", *titles])
-        for method in config.methods:
+        for method in self.methods(config):
             ours = [chosen(rows, key, set=which, method=method) for _, which, key in columns]
-            cells = [beside(TABLE3[method][name], each, times=100)
+            cells = [beside(TABLE3[in_paper(method)][name], each, times=100)
                      for (name, _, _), each in zip(columns, ours, strict=True)]  # fmt: skip
             table.rows.append([SAYS[method], *cells])
         table.notes = ["± is the standard deviation over seeds. WikiQA: questions that have right and wrong answers."]
@@ -161,8 +169,12 @@ class Table3(TextExperiment):
         ]  # fmt: skip
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        lines = [compared(rows, PAIR_COLUMNS, TABLE3, other) for other in ("transformer", "reformer", "routing")]
+        lines = [compared(rows, PAIR_COLUMNS, TABLE3, other, one)
+                 for one in (PAPERS, *self.readings) for other in ("transformer", "reformer", "routing")]  # fmt: skip
         return [line for line in lines if line]
+
+
+LINES = dict(zip(NEW, ("--", ":"), strict=False))
 
 
 class Figure5(Table3):
@@ -173,10 +185,10 @@ class Figure5(Table3):
 
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         table = Table("SNLI: epochs to convergence (the paper's | ours)", ["Model", "epochs", "training loss then"])
-        for method in config.methods:
+        for method in self.methods(config):
             best = [max(row["history"], key=lambda each: each["accuracy"]) for row in self._curves(rows, method)]
             table.rows.append([
-                SAYS[method], beside(str(FIGURE5[method]), [each["epoch"] for each in best]),
+                SAYS[method], beside(str(FIGURE5[in_paper(method)]), [each["epoch"] for each in best]),
                 spread([each["loss"] for each in best], 3),
             ])  # fmt: skip
         table.notes = ["Ours: the epoch of the best dev accuracy. The paper does not say how it tells convergence."]
@@ -186,11 +198,11 @@ class Figure5(Table3):
         with plots.rules():
             figure = plots.canvas(6.2, 3.8)
             axes = figure.subplots()
-            for method in config.methods:
+            for method in self.methods(config):
                 for at, row in enumerate(self._curves(rows, method)):
-                    colour, marker = plots.style_of("exact" if method == "transformer" else method)
+                    colour, marker = plots.style_of("exact" if method == "transformer" else in_paper(method))
                     axes.plot([each["epoch"] for each in row["history"]], [each["loss"] for each in row["history"]],
-                              color=colour, marker=marker, ms=4, lw=1.2, alpha=0.8,
+                              color=colour, marker=marker, ms=4, lw=1.2, alpha=0.8, ls=LINES.get(method, "-"),
                               label=SAYS[method] if at == 0 else None)  # fmt: skip
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)
@@ -208,7 +220,8 @@ class Figure5(Table3):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         epochs = {method: [max(row["history"], key=lambda each: each["accuracy"])["epoch"]
-                           for row in self._curves(rows, method)] for method in config.methods}  # fmt: skip
+                           for row in self._curves(rows, method)] for method in self.methods(config)}  # fmt: skip
+        epochs = {method: each for method, each in epochs.items() if each or method in config.methods}
         if not all(epochs.values()):
             return []
         order = sorted(epochs, key=lambda method: statistics.fmean(epochs[method]))
@@ -230,25 +243,34 @@ class Table4(TextExperiment):
     }  # fmt: skip
 
     def cells(self, config: Config) -> list[Cell]:
+        """What was there before the readings keeps its name; the written out transformer and the chosen reading have
+        names of their own."""
+        before = [("exact" if k == 0 else f"{k} clusters", {"clusters": k}) for k in config.many_clusters]
+        new = [("exact, written out", {"clusters": 0, "reading": WRITTEN_OUT})]
+        new += [(f"{k} clusters, {CHOSEN}", {"clusters": k, "reading": CHOSEN}) for k in config.many_clusters if k]
         return [
-            Cell(f"{f'{k} clusters' if k else 'exact'}, seed {seed}", {"set": name, "clusters": k, "seed": seed},
-                 config.seconds, alone=True)
-            for name, repeats in config.sets for k in config.many_clusters for seed in range(repeats)
+            Cell(f"{label}, seed {seed}", {"set": name, "seed": seed, **settings}, config.seconds, alone=True)
+            for name, repeats in config.sets for label, settings in before + new for seed in range(repeats)
         ]  # fmt: skip
 
     def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
-        task, k = self.task(cell, config, context), cell.settings["clusters"]
-        return [trained(task, f"clusterformer:clusters={k}" if k else "exact", config, cell.settings["seed"], context)]
+        task, k, label = self.task(cell, config, context), cell.settings["clusters"], cell.settings.get("reading")
+        method = reading(label or PAPERS, k) if k else "exact"
+        with sdpa_kernel(SDPBackend.MATH) if label == WRITTEN_OUT else contextlib.nullcontext():
+            return [trained(task, method, config, cell.settings["seed"], context)]
 
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
         table = Table("20NEWS (the paper's | ours)", ["Model", "accuracy, %", "memory, MiB", "seconds per epoch"])
-        for k in config.many_clusters:
+        models = [("Transformer, written out", 0, WRITTEN_OUT), ("Transformer, SDPA", 0, None)]
+        models += [(f"k = {k}, {words}", k, label) for label, words in HEADS.items() for k in config.many_clusters if k]
+        for words, k, label in models:
             accuracy, memory, seconds = TABLE4[k]
+            mine = {"clusters": k, "reading": label}
             table.rows.append([
-                f"k = {k}" if k else "Transformer",
-                beside(accuracy, chosen(rows, "accuracy", clusters=k), times=100),
-                beside(float(memory), chosen(rows, "memory_mib", clusters=k), 0),
-                beside(seconds, chosen(rows, "seconds_per_epoch", clusters=k)),
+                words,
+                beside(accuracy, chosen(rows, "accuracy", **mine), times=100),
+                beside(float(memory), chosen(rows, "memory_mib", **mine), 0),
+                beside(seconds, chosen(rows, "seconds_per_epoch", **mine)),
             ])  # fmt: skip
         table.notes = ["Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
                        "Seconds: the median over the epochs after the first, without judgements; the paper does not "
@@ -261,7 +283,8 @@ class Table4(TextExperiment):
         return [
             f"Texts are cut after {config.length} words (published: 1500); batches hold texts of like length, so few "
             "are as long as that.",
-            "Exact attention is torch's SDPA, which keeps no attention matrix; the paper's, of 2022, does.",
+            "The paper's Transformer, of 2022, keeps its attention matrix: written out. Torch's SDPA, beside it, does "
+            "not.",
             sizes_said(config, "2 layers of width 300, batches of 64 on a V100"),
             LOSSES,
         ]
@@ -269,16 +292,23 @@ class Table4(TextExperiment):
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         """The paper: up to 60 clusters little accuracy is lost, and memory and time are saved with any number."""
         lines = []
-        for place, (key, words) in enumerate(MEASURED.items()):
-            found = {k: each for k in config.many_clusters if (each := chosen(rows, key, clusters=k))}
-            if len(found) > 1 and 0 in found:
-                ours = {k: statistics.fmean(each) * (100 if key == "accuracy" else 1) for k, each in found.items()}
-                theirs = {k: TABLE4[k][place] for k in found}
-                say = _points if key == "accuracy" else _times
-                lines.append(f"ClusterFormer against exact attention, {words}: {say(ours)} (paper: {say(theirs)}).")
+        for label, heads in HEADS.items():
+            for exact, words in ((None, "SDPA"), (WRITTEN_OUT, "the written out transformer")):
+                for place, (key, measured) in enumerate(MEASURED.items()):
+                    found = {k: each for k in config.many_clusters if
+                             (each := chosen(rows, key, clusters=k, reading=label if k else exact))}  # fmt: skip
+                    if len(found) > 1 and 0 in found:
+                        ours = {k: statistics.fmean(each) * (100 if key == "accuracy" else 1)
+                                for k, each in found.items()}  # fmt: skip
+                        theirs = {k: TABLE4[k][place] for k in found}
+                        say = _points if key == "accuracy" else _times
+                        lines.append(f"ClusterFormer ({heads}) against {words}, {measured}: {say(ours)} (paper: "
+                                     f"{say(theirs)}).")  # fmt: skip
         return lines
 
 
+WRITTEN_OUT = "written out"
+HEADS = {None: "one grouping for all heads", CHOSEN: "one for each head"}  # by what rows say of their reading
 MEASURED = {"accuracy": "points of accuracy", "memory_mib": "times the memory", "seconds_per_epoch": "times the time"}
 
 
@@ -308,21 +338,29 @@ class Table5(TextExperiment):
     }  # fmt: skip
     columns = tuple(each for each in PAIR_COLUMNS if each[1] in ("SciTail", "WikiQA"))
 
+    def methods(self, config: Config) -> tuple[str, ...]:
+        """The weights with the first reading, under the names that its rows have, and with the chosen one."""
+        return config.methods + tuple(each + WITH_CHOSEN for each in config.methods)
+
     def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
-        first, _, second = cell.settings["method"].partition("/")
-        method = f"clusterformer:clusters={config.clusters}"
-        weights = {"mu": WEIGHT * (first == "Y"), "nu": WEIGHT * (second == "Y")}
-        return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context, **weights)]
+        weights, _, label = cell.settings["method"].partition(", ")
+        first, _, second = weights.partition("/")
+        settings = READINGS[label or PAPERS]
+        settings = settings | {"mu": settings["mu"] * (first == "Y"), "nu": settings["nu"] * (second == "Y")}
+        method = str(ClusterFormer(clusters=config.clusters, **settings))
+        return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context)]
 
     def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
-        table = Table("L1 / L2 with weight (Y) or without (N), per cent (the paper's | ours)",
-                      ["", *config.methods])  # fmt: skip
-        for name, which, key in self.columns:
-            cells = [beside(TABLE5[each][name], chosen(rows, key, set=which, method=each), 2, 100)
-                     for each in config.methods]  # fmt: skip
-            table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
-        table.notes = ["± is the standard deviation over seeds."]
-        return [table]
+        found = []
+        for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
+            table = Table(f"L1 / L2 with weight (Y) or without (N), {heads}, per cent (the paper's | ours)",
+                          ["", *config.methods], notes=["± is the standard deviation over seeds."])  # fmt: skip
+            for name, which, key in self.columns:
+                cells = [beside(TABLE5[each][name], chosen(rows, key, set=which, method=each + end), 2, 100)
+                         for each in config.methods]  # fmt: skip
+                table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
+            found.append(table)
+        return found
 
     def differences(self, config: Config) -> list[str]:
         return [
@@ -335,14 +373,17 @@ class Table5(TextExperiment):
 
     def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
         lines = []
-        for name, which, key in self.columns:
-            found = apart(rows, key, "Y/Y", "N/N", set=which)
-            if found:
-                paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
-                gain, verdict = lead(found)
-                told = against_paper(verdict, paper)
-                lines.append(f"{which} {key}: both losses bring {gain} points (paper {paper:+.1f}): {told}.")
+        for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
+            for name, which, key in self.columns:
+                found = apart(rows, key, "Y/Y" + end, "N/N" + end, set=which)
+                if found:
+                    paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
+                    gain, verdict = lead(found)
+                    told = against_paper(verdict, paper)
+                    lines.append(f"{which} {key}, {heads}: both losses bring {gain} points (paper {paper:+.1f}): "
+                                 f"{told}.")  # fmt: skip
         return lines
 
 
+WITH_CHOSEN = f", {CHOSEN}"  # after the weights, in the names of Table 5's cells
 EXPERIMENTS: list[Any] = [Table2, Table3, Table4, Table5, Figure5]
