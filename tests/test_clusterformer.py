@@ -79,8 +79,8 @@ def test_padded_points_change_nothing_whatever_they_hold() -> None:
 
 OTHER = {
     "clusters": 3, "blocks": 3, "scope": "shared", "similarity": "inner", "sharpness": 5.0, "assign": "similarity",
-    "compare": "given", "spread": True, "trains": "all", "signal": "bias", "mu": 0.3, "nu": 0.0, "balance": 0.2,
-    "fade": 7, "hand_on": False,
+    "compare": "given", "spread": True, "trains": "all", "affinity": 2.0, "straight": True, "mu": 0.3, "nu": 0.0,
+    "balance": 0.2, "fade": 7, "hand_on": False,
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_modules_keep_every_setting() -> None:
     assert ca.method(str(method)) == method  # and the command line's words for it say them all
 
 
-@pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "spread", "signal", "blocks"])
+@pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "spread", "affinity", "blocks"])
 def test_a_setting_changes_what_an_encoder_answers(name: str) -> None:
     x = tokens()
     assert not torch.allclose(encoder()(x)[0], encoder(**{name: OTHER[name]})(x)[0])
@@ -197,7 +197,7 @@ def test_layers_may_train_centroids_of_their_own() -> None:
 
 @pytest.mark.parametrize("scope", ["head", "shared"])
 def test_straight_changes_no_answer_and_trains_the_grouping(scope: str) -> None:
-    plain, straight = (encoder(signal=each, scope=scope, mu=0.0, nu=0.0) for each in ("none", "straight"))
+    plain, straight = (encoder(straight=each, scope=scope, mu=0.0, nu=0.0) for each in (False, True))
     one, other = (model(tokens())[0] for model in (plain, straight))
     close(one, other)
     other.sin().sum().backward()
@@ -207,26 +207,26 @@ def test_straight_changes_no_answer_and_trains_the_grouping(scope: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("scope", "hk"), [("head", 4), ("head", 2), ("shared", 2)])
-def test_the_bias_is_the_product_of_memberships(scope: str, hk: int, causal: bool) -> None:
-    """One block for all: exact attention whose logits have A_i · A_j added."""
+def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, causal: bool) -> None:
+    """One block for all: exact attention whose logits have 3 A_i · A_j added."""
     x = draw(n=22, m=22, h=4, hk=hk)
     g = torch.Generator().manual_seed(6)
     points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64)
     start = torch.randn(2, 12, generator=g, dtype=torch.float64)
-    method = ca.ClusterFormer(clusters=2, blocks=2, scope=scope, similarity="inner", signal="bias")
+    method = ca.ClusterFormer(clusters=2, blocks=2, scope=scope, similarity="inner", affinity=3.0)
     out, lse = x.attend(method, points=points, state=start, causal=causal, return_lse=True)
     parts = 4 if scope == "head" else 1
     cut, centroids = points.unflatten(-1, (parts, -1)).transpose(1, 2), start.unflatten(-1, (parts, -1)).transpose(0, 1)
     member = (centroids @ cut.mT).softmax(-1).log().softmax(2)  # U over tokens, then over centroids
     k, v = (each.repeat_interleave(4 // hk, 1) for each in (x.k, x.v))
-    logits = x.q @ k.mT * x.q.shape[-1] ** -0.5 + member.mT @ member
+    logits = x.q @ k.mT * x.q.shape[-1] ** -0.5 + 3 * member.mT @ member
     if causal:
         logits = logits.masked_fill(torch.ones(22, 22).triu(1).bool(), float("-inf"))
     close((out, lse), (logits.softmax(-1) @ v, logits.logsumexp(-1)))
 
 
-def test_the_bias_trains_the_grouping() -> None:
-    model = encoder(signal="bias", mu=0.0, nu=0.0)
+def test_affinity_trains_the_grouping() -> None:
+    model = encoder(affinity=3.0, mu=0.0, nu=0.0)
     model(tokens())[0].sin().sum().backward()
     assert float(model.centroids.grad.abs().sum()) > 0
 

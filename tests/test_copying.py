@@ -132,4 +132,4 @@ def test_figure_5_is_the_papers_at_small_scale() -> None:
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(Figure5().cells(config)) == 92
+    assert len(Figure5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW)

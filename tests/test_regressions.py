@@ -159,7 +159,7 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         "block": 5, "centroids_from": "block", "top": 2, "mass": "softmax", "rounds": 1, "q_seats": 5,
         "k_seats": 5, "dedup": True, "transform": "e2lsh", "chunk": 3, "window": 3, "decay": 0.5, "blocks": 1,
         "similarity": "inner", "scope": "shared", "sharpness": 9.0, "assign": "similarity", "compare": "given",
-        "spread": True, "signal": "bias", "mu": 0.0, "nu": 0.0, "balance": 0.1,
+        "spread": True, "affinity": 3.0, "straight": True, "mu": 0.0, "nu": 0.0, "balance": 0.1,
     }  # fmt: skip
     x = draw(case, n=40, m=40)
 
@@ -172,7 +172,7 @@ def test_8_no_setting_is_dead(case: Case) -> None:
 
     plain = results(case.method)
     for field in dataclasses.fields(case.method):
-        if field.name in ("detach_mass", "rank", "trains", "fade", "hand_on"):
+        if field.name in ("detach_mass", "rank", "trains", "straight", "fade", "hand_on"):
             # of the gradient: see test_1; of metric="keys" alone: see below; of modules: see test_clusterformer
             continue
         changed = results(dataclasses.replace(case.method, **{field.name: other[field.name]}))

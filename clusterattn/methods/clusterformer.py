@@ -47,9 +47,9 @@ class ClusterFormer(Method):
     spread       give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
     trains       what gradients of the grouping reach: "all" of the model, "map" W^C and the centroids (in the modules,
                  which own W^C), the "centroids" alone
-    signal       what the task tells the grouping, besides its losses: "none"; "straight": answers are multiplied by 1,
-                 whose gradient is that of the token's membership in its cluster; "bias": logits of tokens with
-                 memberships A (over the centroids, from U) get A_i · A_j added
+    affinity     a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
+                 its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping
+    straight     another: answers are multiplied by 1, whose gradient is that of the token's largest membership
     mu, nu       weights of the clustering loss L1 and the sorting loss L2 in the joint loss of the modules (eq. 17),
     balance      and of how uneven the clusters' soft sizes are, which is not in the paper. With 0 it is not computed
     fade         updates over which the modules let these weights fall to 0; with 0 they stay
@@ -71,7 +71,8 @@ class ClusterFormer(Method):
     compare: str = "updated"
     spread: bool = False
     trains: str = "map"
-    signal: str = "none"
+    affinity: float = 0.0
+    straight: bool = False
     mu: float = 0.1
     nu: float = 0.1
     balance: float = 0.0
@@ -88,9 +89,9 @@ class ClusterFormer(Method):
             raise bad_value("ClusterFormer(fade a whole number of updates, or 0)", self.fade, "fade=0")
         if not self.sharpness > 0:
             raise bad_value("ClusterFormer(sharpness above 0)", self.sharpness, "sharpness=1.0")
-        if min(self.mu, self.nu, self.balance) < 0:
-            got = f"mu={self.mu}, nu={self.nu}, balance={self.balance}"
-            raise bad_value("weights mu, nu and balance of at least 0", got, "mu=0.1, nu=0.1, balance=0.0")
+        if min(self.mu, self.nu, self.balance, self.affinity) < 0:
+            got = f"mu={self.mu}, nu={self.nu}, balance={self.balance}, affinity={self.affinity}"
+            raise bad_value("weights mu, nu, balance and affinity of at least 0", got, "0 or more")
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
         b, h, n, _ = q.shape
@@ -119,20 +120,19 @@ class ClusterFormer(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        if self.signal == "none":
+        if not self.affinity and not self.straight:
             return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
         member = self._membership(q, call)  # (b g c n)
-        if self.signal == "straight":
-            answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        if self.affinity:  # as so many more features of queries and keys: no verb needs to know of it
+            if k.shape[1] != q.shape[1]:
+                k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+            more = member.mT.to(q.dtype).expand(*q.shape[:3], -1)
+            q, k = torch.cat([q, more * (self.affinity / call.scale)], -1), torch.cat([k, more], -1)
+        answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        if self.straight:
             best = member.amax(2).unsqueeze(-1)
-            return Attended(answer.out * (1 + best - best.detach()).to(answer.out.dtype), answer.lse)
-        if k.shape[1] != q.shape[1]:
-            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-        # A_i · A_j as so many more features of queries and keys: no verb needs to know of it
-        more = member.mT.to(q.dtype).expand(*q.shape[:3], -1)
-        return call.ops.bucketed(
-            torch.cat([q, more / call.scale], -1), torch.cat([k, more], -1), v, groups, call.mask, call.scale
-        )
+            answer = Attended(answer.out * (1 + best - best.detach()).to(answer.out.dtype), answer.lse)
+        return answer
 
     def cost(self, n: int, m: int, d: int, e: int) -> int:
         c = self.clusters or _root(n)
@@ -252,7 +252,7 @@ class ClusterFormer(Method):
 
 CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
-    "compare": ("updated", "given"), "trains": ("all", "map", "centroids"), "signal": ("none", "straight", "bias"),
+    "compare": ("updated", "given"), "trains": ("all", "map", "centroids"),
 }  # fmt: skip
 
 

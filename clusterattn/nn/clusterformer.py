@@ -108,7 +108,7 @@ class ClusterFormerEncoder(NeuralClusters, nn.Module):
     and any other setting of the method ``ClusterFormer``: scope, similarity, mu, nu, ...; and the options of
     ``EncoderLayer``.
 
-    Attention depends on centroids and W^C through an argmax alone: unless there is a ``signal`` from the task, the
+    Attention depends on centroids and W^C through an argmax alone: unless there is an ``affinity`` or ``straight``, the
     losses are all that trains them, and with mu = nu = 0 they never move. Nothing in L1 and L2 keeps the points apart:
     one vector for all tokens is the best answer to both, and the task does not prevent it. ``watched`` shows how far
     it has come to that; docs/methods.md tells which settings stand against it.

@@ -10,8 +10,8 @@ PAPERS = "clusterformer"  # the paper's own name for what it shows; and the labe
 # All that a reading depends on is written out, so that rows stay true whatever becomes of the defaults.
 _FIRST: dict[str, Any] = {
     "scope": "shared", "similarity": "cosine", "sharpness": 1.0, "assign": "share", "compare": "updated",
-    "spread": False, "trains": "all", "signal": "none", "mu": 0.1, "nu": 0.1, "balance": 0.0, "fade": 0,
-    "hand_on": True,
+    "spread": False, "trains": "all", "affinity": 0.0, "straight": False, "mu": 0.1, "nu": 0.1, "balance": 0.0,
+    "fade": 0, "hand_on": True,
 }  # fmt: skip
 _HEAD = _FIRST | {"scope": "head", "trains": "map", "compare": "given"}
 READINGS: dict[str, dict[str, Any]] = {

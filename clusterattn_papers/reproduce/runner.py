@@ -117,7 +117,8 @@ def reproduce(
     quiet = [work for work in left if work.cell.alone]
     # experiments as they were named; short cells first: whatever is interrupted has most of its rows
     place = {each.name: at for at, each in enumerate(made)}
-    busy = sorted((work for work in left if work not in quiet), key=lambda work: (place[work.experiment], work.cell.seconds))
+    busy = [work for work in left if work not in quiet]
+    busy.sort(key=lambda work: (place[work.experiment], work.cell.seconds))
     together = jobs > 1 and len(busy) > 0
     for work, answer in _together(busy, data, device, jobs) if together else _in_turn(busy, data, device, inside):
         finish(work, answer)
