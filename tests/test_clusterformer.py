@@ -319,3 +319,34 @@ def test_models_keep_every_setting() -> None:
              for layer in stack.layers]  # fmt: skip
     assert len(found) == 2 + 3 + 3
     assert set(found) == {method}
+
+
+def test_rows_from_before_the_readings_are_still_shown() -> None:
+    """A reading is a cell with a name of its own: no configuration changed, and no row lost its cell."""
+    from pathlib import Path
+
+    from clusterattn_papers.reproduce import runner
+
+    results = Path(__file__).parent.parent / "results"
+    tables = [f"clusterformer-table{at}" for at in range(1, 6)]
+    for name in ("clustered-fig5", "clusterformer-fig3", "clusterformer-table7", *tables):
+        experiment = runner.named(name)
+        rows = runner.done_rows(experiment, "small", results)
+        named = {cell.name for cell in experiment.cells(experiment.scales["small"])}
+        assert rows, name
+        assert {row["cell"] for row in rows} <= named, name
+        assert any(row["cell"].startswith("clusterformer") or "clusterformer" in str(row.get("spec")) for row in rows)
+
+
+def test_the_first_reading_is_what_it_was() -> None:
+    """Its label means the same whatever the defaults become; others have labels of their own."""
+    from clusterattn_papers.reproduce._readings import CHOSEN, PAPERS, READINGS, reading
+
+    first = ca.method(reading(PAPERS, 3))
+    assert first == ca.ClusterFormer(
+        clusters=3, scope="shared", similarity="cosine", sharpness=1.0, trains="all", compare="updated", mu=0.1, nu=0.1
+    )
+    everything = {field.name for field in dataclasses.fields(ca.ClusterFormer)} - {"clusters", "blocks"}
+    assert all(settings.keys() == everything for settings in READINGS.values())
+    assert ca.method(reading(CHOSEN)) == ca.ClusterFormer()  # the one chosen is the default
+    assert len({reading(label) for label in READINGS}) == len(READINGS)

@@ -15,6 +15,7 @@ from laws import BY_NAME, Case, close, draw, gradients, kinds, over, padded
 from laws_oracle import expected, expected_rows
 
 import clusterattn as ca
+from clusterattn.ops import draw as draws
 
 
 @over()
@@ -165,6 +166,31 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
         if not causal:
             assert torch.equal(g.labels >= 0, valid[:, None].expand_as(g.labels))
             assert torch.equal(g.labels, g.member_of)
+
+
+@pytest.mark.parametrize(("metric", "clusters", "n"), [("hamming", 6, 300), ("euclid", 9, 1500)])
+def test_ten_steps_are_nine_updates_and_an_assignment(metric: str, clusters: int, n: int) -> None:
+    """``steps`` counts assignments, the first to the starts, the last one of everybody; between two of them centres
+    move once. The old code moves them after every assignment, ten times."""
+    x = draw(n=n, m=20, seed=2)
+    method = ca.Clustered(clusters=clusters, metric=metric, bits=31, steps=1)
+    planes = draws.normal((31, x.q.shape[-1] + 1), 0, draws.STREAM_PLANES, x.q.device)[:, :-1].double()
+    points = torch.where(x.q @ planes.T > 0, 1.0, -1.0).double() if metric == "hamming" else x.q
+    labels = x.groups(method).labels
+    seen = [labels]
+    for _ in range(10):
+        one_hot = torch.nn.functional.one_hot(labels, clusters).double().mT
+        assert bool((one_hot.sum(-1) > 0).all())  # an empty cluster would keep its place
+        centres = one_hot @ points
+        centres = torch.where(centres > 0, 1.0, -1.0).double() if metric == "hamming" else \
+            centres / one_hot.sum(-1, keepdim=True)  # fmt: skip
+        labels = torch.cdist(points, centres).argmin(-1)
+        seen.append(labels)
+    for updates, wanted in enumerate(seen):
+        got = x.groups(dataclasses.replace(method, steps=updates + 1)).labels
+        assert torch.equal(got, wanted), updates
+    if metric == "euclid":
+        assert not torch.equal(seen[9], seen[10])  # here a tenth update would not be the same
 
 
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])

@@ -45,8 +45,8 @@ class ClusterFormer(Method):
     assign       by the largest "share" (eq. 4), or to the centroid of largest "similarity"
     compare      losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
     spread       give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
-    trains       what gradients of the grouping reach: "all" of the model, "map" W^C and the centroids (in the modules,
-                 which own W^C), the "centroids" alone
+    trains       what gradients of the grouping reach: the "centroids" alone, the "map" W^C too (it is the modules'),
+                 or "all" of the model. Losses that reach the points make one of all: use "all" with an affinity
     affinity     a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
                  its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping
     straight     another: answers are multiplied by 1, whose gradient is that of the token's largest membership
@@ -70,7 +70,7 @@ class ClusterFormer(Method):
     assign: str = "share"
     compare: str = "updated"
     spread: bool = False
-    trains: str = "map"
+    trains: str = "centroids"
     affinity: float = 0.0
     straight: bool = False
     mu: float = 0.1
@@ -99,7 +99,7 @@ class ClusterFormer(Method):
         real = valid.sum(-1)
         points = self._points(q, call, valid)
         centroids, alive = self._centroids(points, valid, call)
-        alike, lengths = self._alike(points, centroids, valid)
+        alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
         labels = self._labels(alike, alive)  # (b g n), eq. 4
         order = tables.valid_first(labels, valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
@@ -116,7 +116,8 @@ class ClusterFormer(Method):
         buckets = Buckets(table.expand(b, h, -1, -1), keys.expand(b, h, -1, -1))
         if not call.keep_state:
             return buckets, None
-        return buckets, self._state(points, lengths, centroids, alike, labels, valid, alive)
+        counted = None if _full(call) and call.state is not None else valid[:, None, None] & alive[:, None, :, None]
+        return buckets, self._state(points, lengths, centroids, alike, labels, valid, alive, counted)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
@@ -154,7 +155,7 @@ class ClusterFormer(Method):
                 wanted = f"points (b n x) whose x is cut into {g} heads"
                 raise bad_value(wanted, tuple(points.shape), 'scope="shared", or another x')
             points = cut(points, g)
-            if call.mask.queries is not None or call.mask.keys is not None:
+            if not _full(call):
                 points = torch.where(valid[:, None, :, None], points, 0.0)
         if self.trains == "centroids":
             points = points.detach()
@@ -167,7 +168,7 @@ class ClusterFormer(Method):
             most = min(self._count(None, n), n)
             wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
             drawn = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
-            rows = drawn.clamp(min=0).view(b, 1, -1, 1).expand(-1, g, -1, y)
+            rows = drawn.clamp(min=0)[:, None, :, None].expand(b, g, most, y)
             return self._unit(wide(points.gather(2, rows))), drawn >= 0
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != g * y:
@@ -180,7 +181,7 @@ class ClusterFormer(Method):
     def _unit(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x, dim=-1) if self.similarity == "cosine" else x
 
-    def _alike(self, points: Tensor, centroids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _alike(self, points: Tensor, centroids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """φ(C, P) · sharpness (b g c n), in fp32 or better, and 1/|P| (b g 1 n) where φ is the cosine.
 
         Points stay as they came, in their dtype: no second tensor of their size is made, or kept for the backward."""
@@ -192,8 +193,9 @@ class ClusterFormer(Method):
             alike = alike * lengths
         if self.sharpness != 1:
             alike = alike * self.sharpness
-        # finite: an empty row keeps its gradient
-        return alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4), lengths
+        if valid is not None:  # finite: an empty row keeps its gradient
+            alike = alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4)
+        return alike, lengths
 
     def _labels(self, alike: Tensor, alive: Tensor) -> Tensor:
         alike = alike.detach()
@@ -206,7 +208,7 @@ class ClusterFormer(Method):
         valid = seated(q, call)
         points = self._points(q, call, valid)
         centroids, alive = self._centroids(points, valid, call)
-        alike, _ = self._alike(points, centroids, valid)
+        alike, _ = self._alike(points, centroids, None if _full(call) else valid)
         if self.assign == "share":
             alike = alike - alike.logsumexp(-1, keepdim=True)
         return alike.masked_fill(~alive[:, None, :, None], torch.finfo(alike.dtype).min).softmax(2)
@@ -215,10 +217,10 @@ class ClusterFormer(Method):
 
     def _state(
         self, points: Tensor, lengths: Tensor | None, centroids: Tensor, alike: Tensor, labels: Tensor, valid: Tensor,
-        alive: Tensor,
+        alive: Tensor, counted: Tensor | None,
     ) -> ClusterFormerState:  # fmt: skip
         b, g, c, _ = centroids.shape
-        share = alike.softmax(-1) * (valid[:, None, None] & alive[:, None, :, None])
+        share = alike.softmax(-1) if counted is None else alike.softmax(-1) * counted
 
         def summed(weights: Tensor) -> Tensor:
             """Σ_j weights_cj P_j, of unit vectors where φ is the cosine: (b g c y)."""
@@ -252,8 +254,13 @@ class ClusterFormer(Method):
 
 CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
-    "compare": ("updated", "given"), "trains": ("all", "map", "centroids"),
+    "compare": ("updated", "given"), "trains": ("centroids", "map", "all"),
 }  # fmt: skip
+
+
+def _full(call: Call) -> bool:
+    """No padding anywhere."""
+    return call.mask.queries is None and call.mask.keys is None
 
 
 def cut(x: Tensor, parts: int) -> Tensor:

@@ -23,7 +23,7 @@ class ClusterFormerLosses(NamedTuple):
 
 
 class ClusterMap(nn.Linear):
-    """W^C: hidden states (b n embed_dim) as they are grouped. Unless the method trains "all", gradients end here."""
+    """W^C: hidden states (b n embed_dim) as they are grouped. Unless the method trains "all", no gradient leaves it."""
 
     def __init__(self, embed_dim: int, method: ClusterFormer, **here: Any) -> None:
         super().__init__(embed_dim, embed_dim, bias=False, **here)

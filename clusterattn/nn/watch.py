@@ -110,7 +110,7 @@ def warn_if_collapsed(seen: Sequence[Grouping]) -> bool:
     if gone:
         warnings.warn(
             f"the grouping of {len(gone)} of {len(seen)} ClusterFormer layers has collapsed: tokens are sorted by "
-            f"noise ({gone[0]}). Smaller mu and nu, trains='centroids', spread=True or mu=nu=0 keep points apart",
+            f"noise ({gone[0]}). trains='centroids' or mu=nu=0 keep points apart; smaller weights and an affinity help",
             stacklevel=2,
         )
     return bool(gone)

@@ -174,7 +174,7 @@ class Table3(TextExperiment):
         return [line for line in lines if line]
 
 
-LINES = dict(zip(NEW, ("--", ":"), strict=False))
+LINES = dict(zip(NEW, ("--", ":", "-."), strict=True))
 
 
 class Figure5(Table3):
