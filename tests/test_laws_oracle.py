@@ -265,7 +265,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
     g = torch.Generator().manual_seed(8)
     points = torch.randn(2, 22, 7, generator=g, dtype=torch.float64).requires_grad_()
     start = torch.randn(clusters, 7, generator=g, dtype=torch.float64).requires_grad_()
-    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner")
+    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner", trains="all")
     asked = {"points": points, "state": start}
     _, state = x.attend(method, **asked, return_state=True)
     buckets = x.groups(method, **asked)
