@@ -128,7 +128,8 @@ class Figure5(Experiment):
             last = axes.flat[len(panels)]
             image = _panel(last, rows, config, [(name, 0) for name in OTHERS], list(OTHERS))
             last.set_title("nothing to sweep")
-            last.tick_params(axis="x", labelrotation=30)
+            for tick in last.get_xticklabels():
+                tick.set(rotation=30, ha="right")
             for row in axes:
                 row[0].set_ylabel("length N")
             bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.015)
