@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo test lint format types bench clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -31,10 +31,14 @@ demo: $(READY)  ## compare every method on the embedded sample, write report.htm
 test: $(READY)  ## run every test on the CPU
 	$(BIN)/python -m pytest --quiet --numprocesses $(JOBS)
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff: check and format
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
-types: $(READY)  ## mypy, strict on the package
+format: $(READY)  ## lay the code out
+	$(BIN)/ruff format .
+
+types: $(READY)  ## mypy, strict on both packages
 	$(BIN)/mypy
 
 bench: $(READY)  ## the ratios to exact attention that the README quotes

@@ -37,9 +37,7 @@ def capture(model_name: str, text: str, tokens: int) -> tuple[list[str], list[tu
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if (
-            scaling is not None
-        ):  # fold an unusual scale into q, so that whoever reads the file may use 1/sqrt(d)
+        if scaling is not None:  # fold an unusual scale into q, so that whoever reads the file may use 1/sqrt(d)
             q = q * (scaling * q.shape[-1] ** 0.5)
         seen.append((q, k, v))
         return scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous(), None
@@ -49,18 +47,14 @@ def capture(model_name: str, text: str, tokens: int) -> tuple[list[str], list[tu
     model = AutoModel.from_pretrained(model_name, attn_implementation="record").float().eval()
     words = tokenizer(text, truncation=True, max_length=tokens, return_tensors="pt")
     if words["input_ids"].shape[1] < tokens:
-        raise SystemExit(
-            f"wanted a text of {tokens} tokens; got {words['input_ids'].shape[1]}; try a longer text"
-        )
+        raise SystemExit(f"wanted a text of {tokens} tokens; got {words['input_ids'].shape[1]}; try a longer text")
     with torch.no_grad():
         model(**words)  # one unpadded passage: no mask is needed
     return tokenizer.convert_ids_to_tokens(words["input_ids"][0]), seen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)

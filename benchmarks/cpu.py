@@ -89,9 +89,7 @@ def grow(spec: str, which: str) -> int:
     """In a process of its own: peak bytes that one call adds."""
     backward = which == "forward+backward"
     method = ca.method(spec)
-    pass_of(
-        mixture(1, HEADS, 512, DIM), method, backward=backward
-    )()  # threads and libraries are not the method's
+    pass_of(mixture(1, HEADS, 512, DIM), method, backward=backward)()  # threads and libraries are not the method's
     return resident_growth(pass_of(mixture(1, HEADS, MEMORY_LENGTH, DIM), method, backward=backward))
 
 
@@ -135,9 +133,7 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("time", "memory", "error"))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0, help="no new turn after so long")

@@ -243,7 +243,7 @@ def run(args: argparse.Namespace) -> int:
     known, sample_note = {}, ""
     try:
         known = {} if args.quick else sample_errors()
-    except ModuleNotFoundError as missing:  # tests/test_bench.py holds the settings to it, too
+    except ModuleNotFoundError as missing:  # tests/measure/test_bench.py holds the settings to it, too
         sample_note = f"errors on the embedded sample are left out: {missing}"
     todo = list(remaining(entries, rows))
     print(f"{len(entries)} entries, {len(todo)} to measure; rows go to {path}", sample_note, sep="\n", flush=True)
@@ -281,9 +281,7 @@ def _again(args: argparse.Namespace) -> list[str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="e.g. 32x128 N=8192 refined")
     parser.add_argument("--quick", action="store_true", help="a rehearsal in small; its rows are no results")

@@ -134,11 +134,22 @@ def run(args: argparse.Namespace) -> None:
             share = sum(of_layer(method, task.heads, at, task.exact_below) for at in met.values()) / sum(
                 of_layer(ca.Exact(), task.heads, at) for at in met.values()
             )
-            append(path, {
-                "theme": "pretrained", "task": name, "method": str(method), "settings": method.to_dict(),
-                "cost_share": share, **task.judge(answer, exact), "seconds": seconds, "limit": args.limit,
-                "examples": task.examples, "exact_below": task.exact_below, "environment": around,
-            })  # fmt: skip
+            append(
+                path,
+                {
+                    "theme": "pretrained",
+                    "task": name,
+                    "method": str(method),
+                    "settings": method.to_dict(),
+                    "cost_share": share,
+                    **task.judge(answer, exact),
+                    "seconds": seconds,
+                    "limit": args.limit,
+                    "examples": task.examples,
+                    "exact_below": task.exact_below,
+                    "environment": around,
+                },
+            )
         del task
     print(path)
 
@@ -170,12 +181,18 @@ def show(args: argparse.Namespace) -> int:
         for name, _, most, holds, words in BARS:
             exact = rows.get((task, "exact"))
             if name == task and exact is not None:
-                met = [row for row in mine if row["settings"]["method"] == "refined" and row["cost_share"] <= most
-                       and holds(row, exact)]  # fmt: skip
+                met = [
+                    row
+                    for row in mine
+                    if row["settings"]["method"] == "refined" and row["cost_share"] <= most and holds(row, exact)
+                ]
                 missed += not met
                 by = f"{met[0]['method']} at {met[0]['cost_share']:.1%}" if met else "nothing"
-                print(f"{'MET ' if met else 'MISSED'}  {words} at ≤ {most:.0%}: {by}" if most < 1 else
-                      f"{'MET ' if met else 'MISSED'}  {words}: {by}")  # fmt: skip
+                print(
+                    f"{'MET ' if met else 'MISSED'}  {words} at ≤ {most:.0%}: {by}"
+                    if most < 1
+                    else f"{'MET ' if met else 'MISSED'}  {words}: {by}"
+                )
         if args.pictures:
             picture(task, mine, figures, args.pictures)
     return 1 if missed else 0
@@ -209,8 +226,15 @@ def picture(task: str, rows: list[Row], figures: list[str], folder: Path) -> Non
             curves.setdefault((row["settings"]["method"], prefill), []).append(row)
         for (kind, prefill), some in curves.items():
             label = kind + (" (prefill)" if prefill else "")
-            panel.plot([row["cost_share"] for row in some], [row[key] for row in some], color=COLOURS[kind],
-                       marker="x" if prefill else "o", markersize=5, linestyle="", label=label)  # fmt: skip
+            panel.plot(
+                [row["cost_share"] for row in some],
+                [row[key] for row in some],
+                color=COLOURS[kind],
+                marker="x" if prefill else "o",
+                markersize=5,
+                linestyle="",
+                label=label,
+            )
         panel.set(xlabel="multiply-adds, of exact attention's", ylabel=FIGURES[key], xlim=(0, 1.25))
         if key in ("distance", "kl"):
             panel.set_yscale("symlog", linthresh=1e-3)

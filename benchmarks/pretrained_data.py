@@ -166,13 +166,22 @@ def whisper(data: Path, cache: Path, out: Path) -> None:
         weights["model." + name] = value
     weights["proj_out.weight"] = weights["model.decoder.embed_tokens.weight"]
     config = WhisperConfig(
-        vocab_size=dims["n_vocab"], num_mel_bins=dims["n_mels"], d_model=dims["n_audio_state"],
-        encoder_layers=dims["n_audio_layer"], encoder_attention_heads=dims["n_audio_head"],
-        decoder_layers=dims["n_text_layer"], decoder_attention_heads=dims["n_text_head"],
-        encoder_ffn_dim=4 * dims["n_audio_state"], decoder_ffn_dim=4 * dims["n_text_state"],
-        max_source_positions=dims["n_audio_ctx"], max_target_positions=dims["n_text_ctx"],
-        decoder_start_token_id=50257, bos_token_id=50256, eos_token_id=50256, pad_token_id=50256,
-    )  # fmt: skip
+        vocab_size=dims["n_vocab"],
+        num_mel_bins=dims["n_mels"],
+        d_model=dims["n_audio_state"],
+        encoder_layers=dims["n_audio_layer"],
+        encoder_attention_heads=dims["n_audio_head"],
+        decoder_layers=dims["n_text_layer"],
+        decoder_attention_heads=dims["n_text_head"],
+        encoder_ffn_dim=4 * dims["n_audio_state"],
+        decoder_ffn_dim=4 * dims["n_text_state"],
+        max_source_positions=dims["n_audio_ctx"],
+        max_target_positions=dims["n_text_ctx"],
+        decoder_start_token_id=50257,
+        bos_token_id=50256,
+        eos_token_id=50256,
+        pad_token_id=50256,
+    )
     model = WhisperForConditionalGeneration(config)
     model.load_state_dict(weights)  # strict: every weight has its place
     vocabulary = from_tar(download("openai-whisper==20250625", cache, "--no-binary", ":all:"), "gpt2.tiktoken")

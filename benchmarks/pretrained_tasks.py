@@ -17,7 +17,7 @@ from pretrained_data import DIGITS, RATE
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clusterattn_papers.tasks.speech import edits
+from clusterattn.measure.tasks import edits
 
 Figures = dict[str, float]
 
@@ -117,7 +117,7 @@ class Speech(Task):
     length, heads = 1500, 6
     START, END, MOST = (50257, 50362), 50256, 224
     FIRST = (220, 50256)  # neither a blank nor nothing at all comes first
-    SYMBOLS = "\"#()*+/:;<=>@[\\]^_`{|}~「」『』♩♪♫♬♭♮♯"  # not speech: never said, as OpenAI's own decoder has it
+    SYMBOLS = '"#()*+/:;<=>@[\\]^_`{|}~「」『』♩♪♫♬♭♮♯'  # not speech: never said, as OpenAI's own decoder has it
 
     def __init__(self, prepared: Path, device: str, limit: int | None) -> None:
         from transformers import WhisperFeatureExtractor

@@ -249,8 +249,7 @@ def pretrained_table(task: str) -> Callable[[], str]:
             return NOT_YET
         figures = [key for key in FIGURES if key in found[0]]
         body = [
-            (f"`{row['method']}`", percent(row["cost_share"]), *(f"{row[key]:.4f}" for key in figures))
-            for row in found
+            (f"`{row['method']}`", percent(row["cost_share"]), *(f"{row[key]:.4f}" for key in figures)) for row in found
         ]
         head = ("method", "multiply-adds, of exact's", *(FIGURES[key] for key in figures))
         return table(head, body) + origin(found, found[0]["examples"])
@@ -379,9 +378,7 @@ def with_palette(png: bytes) -> bytes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     args = parser.parse_args()
     stale = [path for path in pages() if filled(path.read_text()) != path.read_text()]

@@ -40,8 +40,7 @@ QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side 
         for start in ("random", "far")
     ],
     "transform of SMYRF": [
-        dataclasses.replace(_SMYRF, transform=transform)
-        for transform in ("asymmetric", "e2lsh", "crosspolytope")
+        dataclasses.replace(_SMYRF, transform=transform) for transform in ("asymmetric", "e2lsh", "crosspolytope")
     ],
     "pairs counted once": [
         dataclasses.replace(_SMYRF, rounds=rounds, dedup=dedup) for rounds in (4, 8) for dedup in (False, True)
@@ -83,9 +82,7 @@ def settings(sample: Sample) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("compare", "settings"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     args = parser.parse_args()

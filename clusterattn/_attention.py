@@ -14,6 +14,7 @@ from .methods import MethodSpec
 from .methods import method as as_method
 from .ops import choose
 
+DEFAULT = "refined"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -22,7 +23,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    method: MethodSpec = "refined",
+    method: MethodSpec = DEFAULT,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -58,6 +59,7 @@ def attention(
     """
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
+    recipe = _filled(recipe, q, k, v, causal)
     call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
     if q.shape[2] == 0 or k.shape[2] == 0:
@@ -65,7 +67,7 @@ def attention(
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
-            fresh, state = recipe.group(wiped[0], wiped[1], call)
+            fresh, state = recipe.group(wiped[0], wiped[1], replace(call, values=wiped[2].detach()))
         if groups is None:
             answer = recipe.attend(*wiped, fresh, replace(call, fresh=True))
         else:
@@ -76,8 +78,9 @@ def attention(
 def groups(
     q: Tensor,
     k: Tensor,
+    v: Tensor | None = None,
     *,
-    method: MethodSpec = "refined",
+    method: MethodSpec = DEFAULT,
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -89,28 +92,41 @@ def groups(
     state: Any = None,
     points: Tensor | None = None,
 ) -> Groups:
-    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make."""
+    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make.
+
+    v is wanted where keys are grouped beside their values: for ``Refined`` with parts.
+    """
     recipe = as_method(method)
-    q, k, _ = _cast(q, k, k)
-    call = _call(recipe, q, k, k, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
+    q, k, v_ = _cast(q, k, k if v is None else v)
+    recipe = _filled(recipe, q, k, v_, causal)
+    call = _call(recipe, q, k, v_, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, None, 0.0, state, False, False)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        values = None if v is None else _wipe(v_, call.mask.keys)
+        call = replace(call, values=values)
         return recipe.group(_wipe(q, call.mask.queries), _wipe(k, call.mask.keys), call)[0]
 
 
-def attention_matrix(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Tensor:
     """The dense weights (b h n m) that a method really applies, for maps and tests. Takes the options of ``attention``.
 
-    Every method is linear in v, so the answer to v = identity is the matrix itself.
+    Given the groups every method is linear in v, so the answer to v = identity is the matrix itself. Rows sum to one;
+    with a slope (see Refined) single weights may be negative. v is wanted where keys are grouped beside their values,
+    and for sizes that follow its width.
     """
-    if q.dim() == 4 and k.dim() == 4:
-        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    else:
-        identity = k  # `attention` will say what is wrong with these
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
             raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
-    out: Tensor = attention(q, k, identity, **options)
+    if q.dim() != 4 or k.dim() != 4:
+        return attention(q, k, k, **options)  # type: ignore[no-any-return]  # `attention` will say what is wrong with these
+    recipe = as_method(options.pop("method", DEFAULT))
+    recipe = _filled(recipe, q, k, k if v is None else v, options.get("causal", False))
+    if v is not None and options.get("groups") is None and recipe.groups_type is not None:
+        only = {"attn_mask", "dropout_p", "groups"}
+        asked = {name: value for name, value in options.items() if name not in only}
+        options["groups"] = groups(q, k, v, method=recipe, **asked)
+    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    out: Tensor = attention(q, k, identity, method=recipe, **options)
     return out
 
 
@@ -140,6 +156,12 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not q.device == k.device == v.device:
         raise bad_value("q, k and v on one device", f"{q.device}, {k.device}, {v.device}", "x.to(q.device)")
     return q, k, v
+
+
+def _filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Method:
+    """The recipe with its open sizes chosen for this shape; shapes that do not agree are refused later."""
+    (h, n, d), (hk, m), e = q.shape[1:], k.shape[1:3], v.shape[3]
+    return recipe.at(n, m, d, e, causal=bool(causal), group=h // max(hk, 1))
 
 
 def _call(

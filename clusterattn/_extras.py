@@ -11,9 +11,9 @@ FOR = {"cli": "the commands", "hf": "pretrained models", "train": "training"}
 # what an extra brings, as it is imported; pyproject.toml names the same as it is installed
 MODULES = {
     "cli": ("typer", "rich", "matplotlib", "jinja2", "safetensors", "numpy"),
-    "hf": ("transformers", "safetensors", "jiwer"),
+    "hf": ("transformers", "safetensors"),
     "train": (
-        "accelerate", "safetensors", "tokenizers", "sacrebleu", "jiwer", "sklearn", "numpy", "transformers",
+        "accelerate", "safetensors", "tokenizers", "sacrebleu", "sklearn", "numpy", "transformers",
     ),
 }  # fmt: skip
 

@@ -89,5 +89,5 @@ def _layer(name: object, given: Any) -> LayerPlan:
     if not isinstance(given, (list, tuple)):
         return as_method(given)
     if not given:
-        raise bad_value(f"methods for the heads of {name}", "none", 'one method, or one for each query head')
+        raise bad_value(f"methods for the heads of {name}", "none", "one method, or one for each query head")
     return tuple(as_method(each) for each in given)

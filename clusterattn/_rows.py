@@ -57,9 +57,7 @@ def commit() -> str | None:
         return answer.stdout.strip()
 
     try:
-        if (
-            Path(git("rev-parse", "--show-toplevel")) != home
-        ):  # some other project's repository around our files
+        if Path(git("rev-parse", "--show-toplevel")) != home:  # some other project's repository around our files
             return None
         head = git("rev-parse", "--short=12", "HEAD")
         # rows that are being written change no code
@@ -69,9 +67,7 @@ def commit() -> str | None:
         return None
 
 
-def rows_path(
-    folder: str | Path, theme: str, device: str | torch.device = "cpu", around: Row | None = None
-) -> Path:
+def rows_path(folder: str | Path, theme: str, device: str | torch.device = "cpu", around: Row | None = None) -> Path:
     """``theme_hardware_date.jsonl``: sorts by theme, and two machines never write to one file.
 
     around   the environment that the rows tell; this one if there is none

@@ -3,7 +3,7 @@
 The legend, everywhere (annotations, docs; upper case in kernels):
 
     b batch   h heads   n queries   m keys   d key dim   e value dim   c clusters   g buckets
-    s / z query / key seats of a bucket   t kept (top) keys   r rounds   w bits
+    s / z query / key seats of a bucket   t kept (top) keys   p far parts   r rounds   w bits
 
 Tensors are ``(b h n d)`` as in SDPA; positions end in ``_at``; -1 is nobody.
 """
@@ -69,6 +69,15 @@ class Members:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Which keys are alike to the queries' differences from their centroids, in key and in value: the far keys of every
+    cluster are averaged part by part."""
+
+    labels: Tensor  # (b hk m), -1 = a key that is not real
+    count: int
+
+
+@dataclass(frozen=True)
 class Clusters:
     """Who is alike. Labels carry no gradient, means do.
 
@@ -82,6 +91,7 @@ class Clusters:
     means: Tensor  # (b h c d) mean of the members
     member_of: Tensor  # (b h n), -1 = no cluster
     members: Members | None = None  # sorted by member_of, where kernels read it
+    parts: Parts | None = None  # of the far keys; None: they are one
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,7 @@ class Call:
     state: Any = None
     keep_state: bool = False
     points: Tensor | None = None
+    values: Tensor | None = None  # without gradient: keys are grouped beside their values
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
 
@@ -141,8 +152,12 @@ class Method:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         raise NotImplementedError
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
-        """Multiply-adds for one head, grouping included."""
+    def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
+        """This method with its open sizes filled in for a call of this shape (group: query heads of one key head)."""
+        return self
+
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        """Multiply-adds for one query head, grouping included."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:

@@ -100,9 +100,9 @@ class NeuralClustering:
         if len(x) < self.clusters:
             raise bad_value(f"at least {self.clusters} points, one for each cluster", len(x), f"clusters={len(x)}")
         dice = torch.Generator().manual_seed(self.seed)  # on the CPU: the same draws for every device
-        projection = _main_directions(x[_some(len(x), self.batch, dice).to(x.device)], min(self.dim, x.shape[1]))
-        some = x[_some(len(x), self.batch, dice).to(x.device)]
-        centroids = spread_out(self._unit(some @ projection), self.clusters, dice)
+        projection = _main_directions(x[_sampled(len(x), self.batch, dice).to(x.device)], min(self.dim, x.shape[1]))
+        sample = x[_sampled(len(x), self.batch, dice).to(x.device)]
+        centroids = spread_out(self._unit(sample @ projection), self.clusters, dice)
         self.projection_, self.centroids_ = self._descend(x, projection, centroids, dice)
         self._bar = self._crowding(x)
         self.cluster_centers_ = self._like(X, self.centroids_ @ self.projection_.T)
@@ -134,9 +134,9 @@ class NeuralClustering:
         falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / self.steps)
         losses = []
         for _ in range(self.steps):
-            some = x[_some(len(x), self.batch, dice).to(x.device)]
+            sample = x[_sampled(len(x), self.batch, dice).to(x.device)]
             with torch.enable_grad():
-                loss = self._loss(some, w, c)
+                loss = self._loss(sample, w, c)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -205,7 +205,7 @@ class NeuralClustering:
         return answer.to(given.device) if isinstance(given, Tensor) else answer.cpu().numpy()
 
 
-def _some(total: int, most: int, dice: torch.Generator) -> Tensor:
+def _sampled(total: int, most: int, dice: torch.Generator) -> Tensor:
     return torch.randint(total, (most,), generator=dice) if total > most else torch.arange(total)
 
 

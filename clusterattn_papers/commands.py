@@ -98,9 +98,15 @@ def train(
             raise bad_value("--heads that divides --dim", got, f"--dim {heads * -(-dim // heads)}")
         kind, chosen, where = task_named(task), method_of(method), _best_device(device)
         settings = Settings(
-            epochs=epochs, batch=batch, lr=lr, decay=decay, warmup=warmup, patience=patience, precision=precision,
+            epochs=epochs,
+            batch=batch,
+            lr=lr,
+            decay=decay,
+            warmup=warmup,
+            patience=patience,
+            precision=precision,
             seed=seed,
-        )  # fmt: skip
+        )
         made = kind.read(data, length=length, seed=seed)
         sizes: dict[str, Any] = {"dim": dim, "heads": heads, "layers": layers, "dropout": dropout}
         _seed(settings)
@@ -165,9 +171,16 @@ def reproduce(
         wanted = list(found) if names == ["all"] else names
         with progress() as tick:
             outcome = runner.reproduce(
-                wanted, scale, data=data, device=_best_device(device), out=out, jobs=jobs, only=only, commit=commit,
+                wanted,
+                scale,
+                data=data,
+                device=_best_device(device),
+                out=out,
+                jobs=jobs,
+                only=only,
+                commit=commit,
                 tick=tick,
-            )  # fmt: skip
+            )
         for name in wanted:
             written = page.write(found[name], scale, outcome.rows[name], out / "reproduce")
             show_reproduced(found[name], scale, outcome.rows[name], written)

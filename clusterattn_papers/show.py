@@ -24,8 +24,8 @@ def show_trained(
     table.add_column("split")
     for title in fitted.best:
         table.add_column(title, justify="right")
-    for split, told in {"dev": fitted.best, **figures}.items():
-        table.add_row(split, *(f"{told[title]:.4g}" for title in fitted.best))
+    for split, shown in {"dev": fitted.best, **figures}.items():
+        table.add_row(split, *(f"{shown[title]:.4g}" for title in fitted.best))
     rich.print(table)
     counts = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
     labels: Sequence[str] = getattr(task, "labels", ())

@@ -159,9 +159,19 @@ class Inputs:
 
 
 def draw(
-    case: Case | None = None, *, b: int = 2, h: int = 4, hk: int = 2, n: int = 29, m: int = 29, d: int = 6,
-    e: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0, spread: float = 1.5,
-) -> Inputs:  # fmt: skip
+    case: Case | None = None,
+    *,
+    b: int = 2,
+    h: int = 4,
+    hk: int = 2,
+    n: int = 29,
+    m: int = 29,
+    d: int = 6,
+    e: int = 5,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    spread: float = 1.5,
+) -> Inputs:
     """Queries and keys in a few lumps, so that clusters exist; methods for self-attention alone get m = n."""
     if case is not None and case.method.self_only:
         m = n
@@ -192,9 +202,7 @@ def padded(x: Inputs, padding: str, seed: int = 0) -> Inputs:
             elif padding == "left":
                 kept[row, :many] = False
             else:
-                kept[
-                    row, torch.randperm(length, generator=torch.Generator().manual_seed(seed + row))[:many]
-                ] = False
+                kept[row, torch.randperm(length, generator=torch.Generator().manual_seed(seed + row))[:many]] = False
         return kept
 
     key_mask = mask(m, 5)
@@ -210,9 +218,7 @@ def gradients(out: Tensor | tuple[Tensor, ...], x: Inputs) -> tuple[Tensor, ...]
         finite = part.detach().isfinite()
         total = total + (torch.where(finite, part, torch.zeros_like(part)).double() * weight).sum()
     found = torch.autograd.grad(total, x.tensors, allow_unused=True)
-    return tuple(
-        torch.zeros_like(t) if grad is None else grad for grad, t in zip(found, x.tensors, strict=True)
-    )
+    return tuple(torch.zeros_like(t) if grad is None else grad for grad, t in zip(found, x.tensors, strict=True))
 
 
 # ---- the rules of comparison ---------------------------------------------------------------------
@@ -255,9 +261,7 @@ def as_good_as(fast: Tensor, plain: Tensor, truth: Tensor, factor: float = 2.0) 
     finite = truth.isfinite()
     assert torch.equal(fast.isfinite(), finite)
     if finite.any():
-        error, yardstick = (
-            float((x.double() - truth)[finite].abs().max()) for x in (fast.detach(), plain.detach())
-        )
+        error, yardstick = (float((x.double() - truth)[finite].abs().max()) for x in (fast.detach(), plain.detach()))
         one_rounding = torch.finfo(fast.dtype).eps * float(truth[finite].abs().max())
         assert error <= factor * max(yardstick, one_rounding), f"error {error:.3g}, plain {yardstick:.3g}"
 
@@ -267,6 +271,4 @@ def same_bits(got: Any, wanted: Any) -> None:
     for one, other in zip(*((x,) if isinstance(x, Tensor) else x for x in (got, wanted)), strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.isnan(), other.isnan())
-        assert torch.equal(one.nan_to_num(), other.nan_to_num()), (
-            f"bits differ by up to {(one - other).abs().max()}"
-        )
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()), f"bits differ by up to {(one - other).abs().max()}"

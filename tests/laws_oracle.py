@@ -19,9 +19,7 @@ def expected_rows(
     if case.family:
         how = {"top": getattr(method, "top", 0), "mass": getattr(method, "mass", "tangent"), "scale": scale}
         if causal:
-            return oracle.block_causal_rows(
-                q, k, groups.labels, groups.member_of, seen, block=method.block, **how
-            )
+            return oracle.block_causal_rows(q, k, groups.labels, groups.member_of, seen, block=method.block, **how)
         return oracle.clustered_rows(q, k, groups.labels, seen, **how)
     if isinstance(method, ca.Exact):
         return oracle.exact_rows(q, k, seen, scale)

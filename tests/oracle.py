@@ -97,9 +97,7 @@ def centroid(q: Tensor, members: Tensor, label: int) -> Tensor:
     return q[here].mean(0) if len(here) else q.new_zeros(q.shape[-1])
 
 
-def near_and_far(
-    query: Tensor, middle: Tensor, k: Tensor, at: list[int], top: int, mass: str, scale: float
-) -> Row:
+def near_and_far(query: Tensor, middle: Tensor, k: Tensor, at: list[int], top: int, mass: str, scale: float) -> Row:
     """Eqs. 9-11 of clustered attention for one query, and the two other ways to weigh the far keys.
 
     The ``top`` keys of the centroid are attended exactly by the query itself; the rest keep the centroid's
@@ -290,9 +288,7 @@ def neural_clustering(
     n, c = len(points), len(start)
     real = [j for j in range(n) if valid is None or valid[j]]
     u = torch.stack([softmax_row(points @ start[i], real, n)[0] for i in range(c)])  # eq. 2
-    new = torch.stack(
-        [sum((u[i, j] * points[j] for j in real), points.new_zeros(points.shape[1])) for i in range(c)]
-    )
+    new = torch.stack([sum((u[i, j] * points[j] for j in real), points.new_zeros(points.shape[1])) for i in range(c)])
     labels = torch.tensor([int(u[:, j].argmax()) if j in real else -1 for j in range(n)])  # eq. 4
     belonging = [torch.dot(points[j], new[labels[j]]) for j in real]
     l1 = -sum(belonging, points.new_zeros(())) / max(len(real), 1)  # eq. 6
@@ -302,9 +298,7 @@ def neural_clustering(
     return u, labels, new, l1, l2
 
 
-def clusterformer_tables(
-    labels: Tensor, clusters: int, blocks: int = 2
-) -> tuple[list[list[int]], list[list[int]]]:
+def clusterformer_tables(labels: Tensor, clusters: int, blocks: int = 2) -> tuple[list[list[int]], list[list[int]]]:
     """Eqs. 5 and 8 for one sequence: sorted by label (stable), equal blocks, each with those before it."""
     real = [j for j in range(len(labels)) if labels[j] >= 0]
     order = sorted(real, key=lambda j: (int(labels[j]), j))
@@ -327,6 +321,4 @@ def asymmetric(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     most = q.square().sum(-1).max() + k.square().sum(-1).max()
     q_rest = (most - q.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()
     k_rest = (most - k.square().sum(-1, keepdim=True)).clamp(min=0).sqrt()
-    return torch.cat([q, torch.zeros_like(q_rest), q_rest], -1), torch.cat(
-        [k, k_rest, torch.zeros_like(k_rest)], -1
-    )
+    return torch.cat([q, torch.zeros_like(q_rest), q_rest], -1), torch.cat([k, k_rest, torch.zeros_like(k_rest)], -1)

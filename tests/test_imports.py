@@ -14,7 +14,14 @@ PACKAGES = ("clusterattn", "clusterattn_papers")
 # From the ground up. A module may import from its own layer and from those below; modules that no line names are
 # below everything ("_errors", "_files", ...) and import nothing but each other.
 LAYERS = (
-    ("clusterattn._errors", "clusterattn._files", "clusterattn._extras", "clusterattn._version", "clusterattn._moved"),
+    (
+        "clusterattn._errors",
+        "clusterattn._files",
+        "clusterattn._extras",
+        "clusterattn._version",
+        "clusterattn._moved",
+        "clusterattn._progress",
+    ),
     ("clusterattn._rows", "clusterattn._types"),
     ("clusterattn.ops",),
     ("clusterattn.methods",),
@@ -71,8 +78,12 @@ def imported(name: str, path: Path) -> Iterator[tuple[str, int]]:
 
 def layer(name: str) -> tuple[int, str]:
     """Its number, and the line of LAYERS that names it: the longest that fits."""
-    fits = [(len(each), number, each) for number, line in enumerate(LAYERS) for each in line
-            if name == each or name.startswith(each + ".")]  # fmt: skip
+    fits = [
+        (len(each), number, each)
+        for number, line in enumerate(LAYERS)
+        for each in line
+        if name == each or name.startswith(each + ".")
+    ]
     assert fits, name
     _, number, each = max(fits)
     return number, each
@@ -88,11 +99,7 @@ def test_the_layers_name_every_module() -> None:
 
 
 def test_no_arrow_goes_up() -> None:
-    up = [
-        f"{name}:{line} imports {target}"
-        for name, target, line in ARROWS
-        if layer(target)[0] > layer(name)[0]
-    ]
+    up = [f"{name}:{line} imports {target}" for name, target, line in ARROWS if layer(target)[0] > layer(name)[0]]
     assert up == []
 
 
@@ -117,8 +124,9 @@ def test_packages_make_no_circle() -> None:
                 left.append(each)
         return seen
 
-    circles = {frozenset({each, *(o for o in reached(each) if each in reached(o))}) for each in edges
-               if each in reached(each)}  # fmt: skip
+    circles = {
+        frozenset({each, *(o for o in reached(each) if each in reached(o))}) for each in edges if each in reached(each)
+    }
     assert not circles
 
 

@@ -26,9 +26,13 @@ def tokenizer(marks: bool = True) -> PreTrainedTokenizerFast:
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
         model_max_length=128,
-    )  # fmt: skip
+    )
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -56,9 +60,14 @@ def bert(seed: int = 0, kind: str = "BertModel", **settings: object) -> torch.nn
 def llama(seed: int = 0, sharp: float = 8.0) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=len(SPECIAL + WORDS), max_position_embeddings=256, num_key_value_heads=2, initializer_range=0.1,
-        bos_token_id=2, eos_token_id=3, **SMALL,
-    )  # fmt: skip
+        vocab_size=len(SPECIAL + WORDS),
+        max_position_embeddings=256,
+        num_key_value_heads=2,
+        initializer_range=0.1,
+        bos_token_id=2,
+        eos_token_id=3,
+        **SMALL,
+    )
     return sharpened(transformers.LlamaForCausalLM(config), sharp)
 
 
@@ -75,9 +84,16 @@ def wav2vec2(folder: Path) -> str:
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate(letters)}))
     config = transformers.Wav2Vec2Config(
-        vocab_size=len(letters), conv_dim=(16, 16), conv_stride=(20, 8), conv_kernel=(20, 8), num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.0, **SMALL,
-    )  # fmt: skip
+        vocab_size=len(letters),
+        conv_dim=(16, 16),
+        conv_stride=(20, 8),
+        conv_kernel=(20, 8),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=0.0,
+        **SMALL,
+    )
     sharpened(transformers.Wav2Vec2ForCTC(config)).save_pretrained(folder)
     transformers.Wav2Vec2Processor(
         transformers.Wav2Vec2FeatureExtractor(), transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
@@ -90,11 +106,24 @@ def whisper(folder: Path) -> str:
     torch.manual_seed(0)
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     config = transformers.WhisperConfig(
-        vocab_size=len(vocabulary), d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=100,
-        max_target_positions=16, num_mel_bins=80, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-        decoder_start_token_id=2, suppress_tokens=None, begin_suppress_tokens=None,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=100,
+        max_target_positions=16,
+        num_mel_bins=80,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        decoder_start_token_id=2,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
     model = sharpened(transformers.WhisperForConditionalGeneration(config))
     model.generation_config = transformers.GenerationConfig(
         decoder_start_token_id=2, eos_token_id=3, pad_token_id=0, max_length=8

@@ -31,9 +31,7 @@ def lengths_of(text: str) -> list[int]:
     except ValueError:
         many = []
     if not many or many[0] < 1:
-        raise bad_value(
-            "--lengths as whole numbers >= 1 with commas between", repr(text), "--lengths 1024,4096"
-        )
+        raise bad_value("--lengths as whole numbers >= 1 with commas between", repr(text), "--lengths 1024,4096")
     return many
 
 
@@ -78,9 +76,13 @@ def plainly() -> Iterator[None]:
     shown = warnings.showwarning
 
     def plain(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
         line: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if OURS & set(Path(filename).parts) and category is UserWarning:
             print(f"warning: {message}", file=sys.stderr)
         else:

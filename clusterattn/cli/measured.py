@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..measure.show import progress, show_bench, show_comparison, show_env
+from .._errors import bad_value
+from ..measure.show import progress, show_bench, show_comparisons, show_env
 from ..methods import method as method_of
 from .arguments import DTYPES, command_line, device_of, distinct, dtype_of, lengths_of, need_now, plainly
 
 if TYPE_CHECKING:
     from .._rows import Row
     from .._types import Method
+    from ..measure.sample import Sample
 
 BENCHED = ("clustered", "improved", "refined", "smyrf:rounds=2")
 LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
+SECONDS = 60.0  # of a comparison's timed turns, over all samples; the first turn of each is always taken
 
 
 def compare(
@@ -26,7 +29,15 @@ def compare(
         Path | None,
         typer.Option(
             help="safetensors with q (b h n d), k (b hk m d), v (b hk m e), key_mask (b m) if any. "
-            "Default: the embedded sample.",
+            "Default: the embedded samples.",
+            show_default=False,
+        ),
+    ] = None,
+    sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="short (512 tokens of a text) or long (8192 rows of a table); may be repeated. Default: both, and the "
+            "short one with --causal, since rows of a table have no order.",
             show_default=False,
         ),
     ] = None,
@@ -44,44 +55,31 @@ def compare(
     top: Annotated[
         int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
     ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")
-    ] = None,
-    seats: Annotated[
-        int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")
-    ] = None,
-    causal: Annotated[
-        bool, typer.Option(help="Causal attention; methods without a causal form are left out.")
-    ] = False,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")] = None,
+    seats: Annotated[int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Window of local and routing (default: their own)")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal attention; methods without a causal form are left out.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of every random draw.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = "float32",
-    repetitions: Annotated[
-        int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")
-    ] = 5,
-    sweep: Annotated[
-        bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")
-    ] = True,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed passes of each method; the fastest counts.")] = 5,
+    sweep: Annotated[bool, typer.Option(help="Also measure half and twice the budget, for the Pareto picture.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for report.html, the pictures and rows.jsonl.")] = Path(
         "clusterattn-report"
     ),
     report: Annotated[bool, typer.Option(help="Write that folder.")] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Every method on the same q, k, v: error, time and memory against exact attention.
 
-    Prints a table and writes one self-contained report.html: error against time, attention maps, clusters.
+    Without q, k, v of your own: two real samples, a short one, where exact attention is hard to beat, and a long one.
+    Prints a table for each and writes one self-contained report.html: error against time, attention maps, clusters.
 
     [bold]Examples[/]
 
       clusterattn compare
 
-      clusterattn compare --clusters 50 --top 64 --out wider
+      clusterattn compare --sample long --clusters 200 --top 64 --out wider
 
       clusterattn compare --qkv mine.safetensors --causal
 
@@ -95,28 +93,40 @@ def compare(
         from ..measure.sample import embedded, load
 
         need_now("safetensors", "rich", *(("matplotlib", "jinja2") if report else ()))
-        sample = (embedded() if qkv is None else load(qkv)).to(device_of(device), dtype_of(dtype))
-        budget = methods_for(
-            *sample.shape[2:4], clusters=clusters, top=top, rounds=rounds, seats=seats, window=window
-        )
-        chosen = [_completed(each, budget) for each in method] if method else budget
-        if method:
-            _insist(chosen, sample, causal)
-        with progress() as tick:
-            result = measure(
-                sample,
-                chosen,
-                causal=causal,
-                seed=seed,
-                repetitions=repetitions,
-                sweep=sweep and report,
-                tick=tick,
-            )
-        written = write_report(result, out, command=command_line()) if report else []
+        if qkv is not None and sample:
+            raise bad_value("--qkv or --sample", "both", "leaving out one of them")
+        found = {"": load(qkv)} if qkv is not None else {name: embedded(name) for name in _samples(sample, causal)}
+        asked: dict[str, tuple[Sample, list[Method]]] = {}
+        for name, one in found.items():
+            n, m = one.shape[2:4]
+            budget = methods_for(n, m, clusters=clusters, top=top, rounds=rounds, seats=seats, window=window)
+            chosen = [_completed(each, budget) for each in method] if method else budget
+            if method:
+                _insist(chosen, one, causal)
+            asked[name if len(found) > 1 else ""] = one.to(device_of(device), dtype_of(dtype)), chosen
+        results = {}
+        for name, (one, chosen) in asked.items():
+            with progress() as tick:
+                results[name] = measure(
+                    one,
+                    chosen,
+                    causal=causal,
+                    seed=seed,
+                    repetitions=repetitions,
+                    sweep=sweep and report,
+                    seconds=SECONDS / len(asked),
+                    tick=tick,
+                )
+        written = write_report(results, out, command=command_line()) if report else []
         if as_json:
-            print(dumps(result.rows))
+            print(dumps([row for result in results.values() for row in result.rows]))
         else:
-            show_comparison(result, written)
+            show_comparisons(results, written)
+
+
+def _samples(asked: Sequence[str] | None, causal: bool) -> list[str]:
+    """Which of the embedded samples: rows of a table have no order, so the long one is causal only when asked for."""
+    return list(dict.fromkeys(asked or (("short",) if causal else ("short", "long"))))
 
 
 def bench(
@@ -151,12 +161,10 @@ def bench(
     seconds: Annotated[float, typer.Option(help="No new turn after so long, per length and pass (cpu).")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the data and of every random draw.")] = 0,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")
-    ] = Path("clusterattn-bench"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")
-    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the rows (theme_hardware_date.jsonl) and the plot.")] = Path(
+        "clusterattn-bench"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as one JSON list and nothing else.")] = False,
 ) -> None:
     """Time and peak memory per token against the length, beside PyTorch's exact attention in the same run.
 
@@ -257,9 +265,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")
 def _completed(spec: str, budget: Sequence[Method]) -> Method:
     """A method as asked for; settings that the words leave open come from the budget."""
     given = method_of(spec)
-    named = [
-        setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()
-    ]
+    named = [setting.partition("=")[0].strip() for setting in spec.partition(":")[2].split(",") if setting.strip()]
     usual = next(each for each in budget if each.name == given.name)
     return dataclasses.replace(usual, **{name: getattr(given, name) for name in named})
 

@@ -14,7 +14,7 @@ from .arguments import DTYPES, command_line, device_of, distinct, dtype_of, need
 if TYPE_CHECKING:
     from .._types import Method
     from ..measure.approximate import Given
-    from ..measure.tasks import Batch, Loaded, Task
+    from ..measure.tasks import Loaded, ModelBatch, ModelTask
 
 COMPARED = ("refined", "improved", "clustered")
 SOUNDS = 1500  # positions of speech, whose number only the model knows
@@ -181,7 +181,7 @@ def tune(
 
 def _ready(
     model: str, task: str, data: Path, length: int | None, limit: int | None, batch: int | None, device: str, dtype: str
-) -> tuple[Loaded, Task, list[Batch]]:
+) -> tuple[Loaded, ModelTask, list[ModelBatch]]:
     """The model and what it will be shown. Words that are wrong are found before anything is loaded."""
     from ..measure import tasks
 
@@ -191,7 +191,7 @@ def _ready(
     return loaded, kind, kind.batches(loaded, data, length=length, size=batch, limit=limit)
 
 
-def _usual(batches: list[Batch]) -> list[Method]:
+def _usual(batches: list[ModelBatch]) -> list[Method]:
     """The paper's pair and ours, at the budget that the longest text suggests."""
     from ..measure.compare import methods_for
 

@@ -10,9 +10,9 @@ except ModuleNotFoundError as _missing:
         f'{_missing.name} is not installed; clusterattn.hf needs it: pip install "clusterattn[hf]"', name=_missing.name
     ) from None
 
-from .calls import Call
+from .calls import LayerCall
 from .observe import observe
 from .register import NAME
-from .swap import Report, Row, layers, restore, swap
+from .swap import LayerRow, Report, layers, restore, swap
 
-__all__ = ["NAME", "Call", "Report", "Row", "layers", "observe", "restore", "swap"]
+__all__ = ["NAME", "LayerCall", "Report", "LayerRow", "layers", "observe", "restore", "swap"]

@@ -14,7 +14,7 @@ from .._types import Method
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """What one layer was asked, and what it answered. Shapes and masks as for ``ca.attention``."""
 
     q: Tensor  # (b h n d)
@@ -39,12 +39,10 @@ class Call:
         out = asked._at((at + first) % self.q.shape[2])._by_head()
         return _moved(out, (at - first) % self.q.shape[2])
 
-    def _at(self, positions: Tensor) -> Call:
+    def _at(self, positions: Tensor) -> LayerCall:
         """The same call with its tokens in another order: positions (b n), for n = m."""
         q, k, v = (_moved(x, positions) for x in (self.q, self.k, self.v))
-        keys, queries = (
-            None if row is None else row.gather(1, positions) for row in (self.key_mask, self.query_mask)
-        )
+        keys, queries = (None if row is None else row.gather(1, positions) for row in (self.key_mask, self.query_mask))
         return replace(self, q=q, k=k, v=v, key_mask=keys, query_mask=queries)
 
     def _by_head(self) -> Tensor:
@@ -64,9 +62,15 @@ class Call:
 
     def _whole(self, method: Method, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = attention(
-            q, k, v, method=method, key_mask=self.key_mask, query_mask=self.query_mask, causal=self.causal,
+            q,
+            k,
+            v,
+            method=method,
+            key_mask=self.key_mask,
+            query_mask=self.query_mask,
+            causal=self.causal,
             scale=self.scale,
-        )  # fmt: skip
+        )
         return out
 
 

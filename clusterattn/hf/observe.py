@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch import nn
 
 from ..methods import Exact
-from .calls import Call
+from .calls import LayerCall
 from .register import NAME, STAMP, Stamp, by_config
-from .swap import Found, attach, find, make_stamp, plain, put_back
+from .swap import FoundLayer, attach, find, make_stamp, plain, put_back
 
 
 @contextmanager
-def observe(model: nn.Module, fn: Callable[[str, Call], None]) -> Iterator[None]:
+def observe(model: nn.Module, fn: Callable[[str, LayerCall], None]) -> Iterator[None]:
     """Call ``fn(name, call)`` after each attention call that a method serves or could serve.
 
     The model may be swapped or not; answers do not change. Single tokens of decoding and calls that have to stay exact
@@ -34,7 +34,7 @@ def observe(model: nn.Module, fn: Callable[[str, Call], None]) -> Iterator[None]
         put_back(before)
 
 
-def _stamp(each: Found) -> Stamp:
+def _stamp(each: FoundLayer) -> Stamp:
     """What serves the layer now."""
     already: Stamp | None = getattr(each.module, STAMP, None)
     if already is not None:

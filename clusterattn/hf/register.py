@@ -25,7 +25,7 @@ from .._plan import LayerPlan, check_exact_below
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
-from .calls import Call
+from .calls import LayerCall
 
 NAME = "clusterattn"  # every layer, by the method that the config names or else Refined()
 SWAPPED = "clusterattn_swapped"  # only the layers that ``swap`` has stamped; the others stay exact
@@ -46,7 +46,7 @@ class Stamp:
     why_exact: str = ""  # what is known beforehand to keep this layer exact
     eager: bool = False  # exact means the model's own plain attention, which it used before, and not SDPA
     self_attention: bool = True  # surely: the padding of keys is the padding of queries
-    watch: Callable[[str, Call], None] | None = None
+    watch: Callable[[str, LayerCall], None] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -78,9 +78,15 @@ def mask(
         if q_length not in (1, kv_length):
             options["allow_is_causal_skip"] = False  # SDPA would take "no mask" as causal from the top left
         dense: Tensor | None = _sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=mask_function, attention_mask=attention_mask, **options,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **options,
+        )
         return dense
     keys = attention_mask
     if keys is not None:
@@ -161,7 +167,7 @@ def _attend(
     n, m = query.shape[2], key.shape[2]
     obstacle = stamp.why_exact or _obstacle(stamp, module, mask, dropout, causal, n, m, extra)
     method = Exact() if obstacle or n == 1 or min(n, m) < stamp.exact_below else stamp.method
-    call = Call(query, key, value, keys, _query_mask(stamp, keys, causal, n, m), causal, scaling, method)
+    call = LayerCall(query, key, value, keys, _query_mask(stamp, keys, causal, n, m), causal, scaling, method)
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:
@@ -195,9 +201,15 @@ EAGER = ("softcap", "s_aux", "indices", "block_indices", "head_mask")  # what SD
 
 
 def _obstacle(
-    stamp: Stamp, module: torch.nn.Module, mask: Tensor | None, dropout: float, causal: bool, n: int, m: int,
+    stamp: Stamp,
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    n: int,
+    m: int,
     extra: dict[str, Any],
-) -> str:  # fmt: skip
+) -> str:
     """What keeps the stamp's method from serving this call, known only now; "" if nothing does."""
     if mask is not None and not (mask.dim() == 2 and mask.dtype == torch.bool):
         return "the mask says more than padding and causality (packed sequences, a window, or one that was handed in)"
@@ -235,7 +247,7 @@ def _say_once(layer: str, reason: str) -> None:
 
 
 def _exact(
-    stamp: Stamp, module: torch.nn.Module, call: Call, mask: Tensor | None, dropout: float, extra: dict[str, Any]
+    stamp: Stamp, module: torch.nn.Module, call: LayerCall, mask: Tensor | None, dropout: float, extra: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """What the layer would have done: the functions of transformers themselves, with the mask that they expect."""
     plain = stamp.eager or _wants_weights(module, extra) or any(extra.get(name) is not None for name in EAGER)

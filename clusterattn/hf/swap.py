@@ -21,7 +21,7 @@ from .register import STAMP, SWAPPED, Stamp
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
 
 
-class Row(NamedTuple):
+class LayerRow(NamedTuple):
     layer: str
     method: str  # in short form, or "exact"
     reason: str  # why it stays exact, or ""
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 class Report:
     """What ``swap`` did, layer by layer. Its text is a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerRow, ...]
     exact_below: int = 0
 
     @property
@@ -45,8 +45,8 @@ class Report:
     def __str__(self) -> str:
         wide = max((len(row.layer) for row in self.rows), default=0)
         lines = [f"{row.layer:<{wide}}  {row.method}" + (f": {row.reason}" if row.reason else "") for row in self.rows]
-        told = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
-        return "\n".join([*lines, told + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
+        summary = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
+        return "\n".join([*lines, summary + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
 
 
 def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None = None) -> Report:
@@ -77,7 +77,7 @@ def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None
     before = attach(model, found, stamps)
     setattr(model, BEFORE, [pair for pair in before if pair[1] != SWAPPED])  # the others another swap will put back
     unnamed = {each.name: "the plan does not name it" for each in found if each.name not in wanted}
-    rows = (Row(s.name, text(s.method), s.why_exact or unnamed.get(s.name, "")) for s in stamps)
+    rows = (LayerRow(s.name, text(s.method), s.why_exact or unnamed.get(s.name, "")) for s in stamps)
     return Report(tuple(rows), below)
 
 
@@ -103,7 +103,7 @@ def text(method: LayerPlan) -> str:
 # ---------------------------------------------------------------------------------------------------- finding
 
 
-class Found(NamedTuple):
+class FoundLayer(NamedTuple):
     name: str
     module: Any  # an nn.Module; its attributes differ from model to model
     owner: PreTrainedModel  # the model that it is a part of
@@ -115,7 +115,7 @@ def plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)  # what torch.compile wrapped
 
 
-def find(model: nn.Module) -> list[Found]:
+def find(model: nn.Module) -> list[FoundLayer]:
     """Every module that asks the attention interface, in order."""
     owners: dict[str, PreTrainedModel] = {}
     found = []
@@ -125,7 +125,7 @@ def find(model: nn.Module) -> list[Found]:
         if _asks_interface(type(module)) and isinstance(getattr(module, "config", None), PretrainedConfig):
             inside = [at for at in owners if not at or name == at or name.startswith(at + ".")]
             if inside:
-                found.append(Found(name, module, owners[max(inside, key=len)]))
+                found.append(FoundLayer(name, module, owners[max(inside, key=len)]))
     return found
 
 
@@ -138,14 +138,14 @@ def _asks_interface(kind: type[nn.Module]) -> bool:
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 
 
-def _is_cross(each: Found) -> bool:
+def _is_cross(each: FoundLayer) -> bool:
     return bool(CROSS.search(each.name) or CROSS.search(type(each.module).__name__))
 
 
 # ---------------------------------------------------------------------------------------------------- what stays exact
 
 
-def why_exact(each: Found) -> str:
+def why_exact(each: FoundLayer) -> str:
     """What is known beforehand to keep a layer exact, whatever the method; "" if nothing is."""
     module, config = each.module, each.module.config
     if not hasattr(module, "is_causal"):
@@ -175,7 +175,7 @@ def _window(module: Any, config: Any) -> str:
     return f"its keys are limited (sliding window of {size})" if size not in (None, 0, -1) else ""
 
 
-def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
+def make_stamp(each: FoundLayer, method: LayerPlan, exact_below: int) -> Stamp:
     why = why_exact(each) or _why_not(each, method)
     already = getattr(each.module, STAMP, None)  # a second swap must remember what was there before the first
     eager = already.eager if already else each.module.config._attn_implementation == "eager"
@@ -183,7 +183,7 @@ def make_stamp(each: Found, method: LayerPlan, exact_below: int) -> Stamp:
     return Stamp(each.name, Exact() if why else method, exact_below, why, eager, alone)
 
 
-def _why_not(each: Found, methods: LayerPlan) -> str:
+def _why_not(each: FoundLayer, methods: LayerPlan) -> str:
     """Is it this method that keeps the layer exact? A method that cannot serve a causal layer is refused."""
     for method in (methods,) if isinstance(methods, Method) else methods:
         if each.module.is_causal and method.causality == "no":
@@ -199,7 +199,7 @@ def _why_not(each: Found, methods: LayerPlan) -> str:
     return ""
 
 
-def _by_plan(plan: Plan, found: list[Found]) -> dict[str, LayerPlan]:
+def _by_plan(plan: Plan, found: list[FoundLayer]) -> dict[str, LayerPlan]:
     """The plan's methods under this model's names: a model with a head and the same without one share a plan."""
     names = [each.name for each in found]
     wanted: dict[str, LayerPlan] = {}
@@ -236,7 +236,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(known.values())
 
 
-def attach(model: nn.Module, found: list[Found], stamps: list[Stamp]) -> Implementations:
+def attach(model: nn.Module, found: list[FoundLayer], stamps: list[Stamp]) -> Implementations:
     """Stamp the layers and let the configs of those that a method may serve name us. Returns what they named before."""
     for each, stamp in zip(found, stamps, strict=True):
         setattr(each.module, STAMP, stamp)

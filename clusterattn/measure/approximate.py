@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
@@ -14,6 +14,7 @@ from .._attention import attention_matrix
 from .._errors import bad_value
 from .._extras import need
 from .._plan import LayerPlan, Plan
+from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
 from ..methods import Exact
@@ -21,13 +22,12 @@ from . import cost
 from .compare import DENSE_LIMIT
 from .error import exact_matrix
 from .speed import once
-from .tasks import Answer, Batch, Loaded, Sums, Task
+from .tasks import Loaded, ModelAnswer, ModelBatch, ModelTask, Sums
 
 if TYPE_CHECKING:
-    from ..hf import Call
+    from ..hf import LayerCall
 
 Given = Union[Method, Plan]
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 SHOWN_LAYERS = 3  # attention maps: of the first, the middle and the last layer
 
 
@@ -71,8 +71,8 @@ class Approximation:
 
 def approximate(
     loaded: Loaded,
-    task: Task,
-    batches: Sequence[Batch],
+    task: ModelTask,
+    batches: Sequence[ModelBatch],
     given: Mapping[str, Given],
     *,
     exact_below: int | None = None,
@@ -120,8 +120,8 @@ def approximate(
                     hf.restore(loaded.model)
     if not look.shapes:
         why = reports[next(iter(reports))].rows if reports else ()
-        said = f": {why[0].layer}, {why[0].reason}" if why and why[0].reason else ""
-        raise bad_value("a model with attention that a method can serve", f"{loaded.name}{said}", "another model")
+        reason = f": {why[0].layer}, {why[0].reason}" if why and why[0].reason else ""
+        raise bad_value("a model with attention that a method can serve", f"{loaded.name}{reason}", "another model")
     rows = _rows(loaded, task, batches, plans, given, tallies, look, data)
     notes = [
         f"{label}: {len(report.kept)} of {len(report.rows)} attention layers stay exact "
@@ -155,10 +155,10 @@ class _Tally:
     size: float = 0.0
     seconds: float = 0.0
 
-    def add(self, task: Task, loaded: Loaded, batch: Batch, exact: Answer) -> None:
-        said: list[Answer] = []
-        self.seconds += once(lambda: said.append(task.answer(loaded, batch)), loaded.device)
-        answer = said[0]
+    def add(self, task: ModelTask, loaded: Loaded, batch: ModelBatch, exact: ModelAnswer) -> None:
+        answers: list[ModelAnswer] = []
+        self.seconds += once(lambda: answers.append(task.answer(loaded, batch)), loaded.device)
+        answer = answers[0]
         for key, value in task.tally(answer, exact, batch, loaded).items():
             self.sums[key] = self.sums.get(key, 0.0) + value
         truth = exact.hidden.double()
@@ -184,7 +184,7 @@ class _Look:
         self.miss: dict[str, dict[str, Tensor]] = {label: {} for label in plans}
         self.size: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, call: Call) -> None:
+    def __call__(self, name: str, call: LayerCall) -> None:
         shapes = cost.shapes(call.q, call.k, call.v, call.key_mask, call.query_mask, call.causal)
         self.shapes.setdefault(name, []).extend(shapes)
         self.heads[name] = call.q.shape[1]
@@ -204,7 +204,7 @@ class _Look:
         if errors and name not in self.maps:
             self.maps[name] = self._head(name, call, [*errors.values()][-1] / size.clamp_min(1e-300))
 
-    def _head(self, name: str, call: Call, errors: Tensor) -> Head:
+    def _head(self, name: str, call: LayerCall, errors: Tensor) -> Head:
         """The head with the median error, of the first sequence: neither the best nor the worst is picked for show."""
         h, hk = call.q.shape[1], call.k.shape[1]
         at = int(errors.argsort()[(h - 1) // 2])
@@ -240,7 +240,7 @@ def planned(plan: Plan, name: str) -> LayerPlan | None:
     return plan.layers[alike[0]] if alike else None
 
 
-def _refuses(methods: LayerPlan, call: Call) -> bool:
+def _refuses(methods: LayerPlan, call: LayerCall) -> bool:
     each = (methods,) if isinstance(methods, Method) else methods
     crosses = call.q.shape[2] != call.k.shape[2]
     return any((one.self_only and crosses) or (call.causal and one.causality == "no") for one in each)
@@ -260,8 +260,8 @@ def _typical(look: _Look) -> dict[str, Head]:
 
 def _rows(
     loaded: Loaded,
-    task: Task,
-    batches: Sequence[Batch],
+    task: ModelTask,
+    batches: Sequence[ModelBatch],
     plans: Mapping[str, Plan],
     given: Mapping[str, Given],
     tallies: Mapping[str, _Tally],

@@ -6,8 +6,9 @@ figures come from a race (race.py): checked first, then timed as CUDA graphs aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._attention import attention, groups
+from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
 from .sample import Sample, mixture
@@ -28,8 +30,6 @@ CHECKED_LENGTH = 2048  # kernels are proved right on the first so many tokens be
 TOKENS = 32768  # on CUDA as many sequences as make so many tokens run together
 GRADIENTS = ("dq", "dk", "dv")
 MEMORY_BY = {"cpu": "torch's CPU allocator (profiler)", "cuda": "torch.cuda.max_memory_allocated"}
-
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 
 
 def bench(
@@ -58,12 +58,11 @@ def bench(
         from .race import Race  # which is made of the parts below
 
         race = Race(device, dtype, causal=causal, seed=seed)
-        for n in sorted(lengths):
-            for method in methods:
-                if tick is not None:
-                    tick(f"{n} tokens, {method}", len(lengths) * len(methods))
-                shape = (batch or max(TOKENS // n, 1), heads, n, dim)
-                yield from race.rows(method, shape, passes=passes, memory=memory)
+        for n, method in product(sorted(lengths), methods):
+            if tick is not None:
+                tick(f"{n} tokens, {method}", len(lengths) * len(methods))
+            shape = (batch or max(TOKENS // n, 1), heads, n, dim)
+            yield from race.rows(method, shape, passes=passes, memory=memory)
         return
     batch, steps = batch or 1, len(lengths) * len(passes)
     around = environment(device)
@@ -84,7 +83,7 @@ def bench(
             turns = interleaved(runs, repetitions=repetitions, device=device, seconds=seconds)
             taken = {name: min(times) for name, times in turns.items()}
             held = {name: peak_memory(run, device) for name, run in runs.items()} if memory else {}
-            where = {
+            shared = {
                 **dict(zip("bhnd", (batch, heads, n, dim), strict=True)),
                 "dtype": str(dtype).removeprefix("torch."),
                 "device": device.type,
@@ -95,23 +94,22 @@ def bench(
                 "memory_by": MEMORY_BY[device.type],
                 "environment": around,
             }
-            tokens = batch * n
             for name in (PEER, *map(str, methods)):
-                row: Row = {"theme": "bench", "method": name}
-                if name in wrong:
-                    yield {**row, "failed": wrong[name], **where}
-                    continue
-                yield {
-                    **row,
-                    "peer": PEER,
-                    "seconds": taken[name],
-                    "seconds_per_token": taken[name] / tokens,
-                    "speedup": taken[PEER] / taken[name],
-                    "memory_bytes": held.get(name),
-                    "memory_per_token": held[name] / tokens if name in held else None,
-                    "memory_share": held[name] / max(held[PEER], 1) if name in held else None,
-                    **where,
-                }
+                measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
+                yield {"theme": "bench", "method": name, **measured, **shared}
+
+
+def _per_token(name: str, taken: Mapping[str, float], held: Mapping[str, int], tokens: int) -> Row:
+    """Time and memory of one, by itself, for each token and beside the peer."""
+    return {
+        "peer": PEER,
+        "seconds": taken[name],
+        "seconds_per_token": taken[name] / tokens,
+        "speedup": taken[PEER] / taken[name],
+        "memory_bytes": held.get(name),
+        "memory_per_token": held[name] / tokens if name in held else None,
+        "memory_share": held[name] / max(held[PEER], 1) if name in held else None,
+    }
 
 
 def pass_of(
@@ -126,9 +124,7 @@ def pass_of(
     """One call of a method as a function of nothing, ready to be timed."""
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attention(
-            q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend
-        )
+        out = attention(q, k, v, method=method, key_mask=sample.key_mask, causal=causal, seed=seed, backend=backend)
         assert isinstance(out, Tensor)
         return out
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention, attention_matrix, groups
+from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Clusters, Groups, Method
 from ..methods import METHODS
@@ -24,8 +25,7 @@ DENSE_LIMIT = 2**25
 # Half and twice the budget, so that the picture shows a curve for each method instead of a dot.
 SWEEP = (0.5, 2.0)
 SWEPT = ("clusters", "top", "rounds", "window")
-
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
+LONG, CURVES_WHEN_LONG = 4096, ("refined",)  # past so many queries a curve for every method would take minutes
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Comparison:
 
     def typical_head(self, b: int) -> int:
         """The head whose error is the median one: neither the best nor the worst is picked for show."""
-        judged = next(
-            (label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1]
-        )
+        judged = next((label for label in reversed(self.errors) if label.startswith("refined")), [*self.errors][-1])
         at = self.errors[judged][b].argsort()
         return int(at[(len(at) - 1) // 2])
 
@@ -134,20 +132,7 @@ def compare(
     """Measure. Who can not answer here is listed with the reason, the others become rows, exact first."""
     device, (b, h, n, m, d, e) = sample.q.device, sample.shape
     exact = METHODS["exact"]()
-    points: dict[str, tuple[Method, float]] = {"exact": (exact, 1.0)}
-    skipped: dict[str, str] = {}
-    for method in methods:
-        why_not = refusal(method, sample, causal)
-        if why_not is not None:
-            skipped[str(method)] = why_not
-        elif method != exact:
-            points[str(method)] = (method, 1.0)
-    for method, _ in list(points.values()):
-        for factor in SWEEP if sweep else ():
-            other = scaled(method, factor)
-            if other is not None and str(other) not in points:
-                points[str(other)] = (other, factor)
-
+    points, skipped = _points(sample, methods, causal, sweep)
     asked = [label for label, (_, factor) in points.items() if factor == 1]
     steps = len(points) + len(asked) + len(points) * repetitions
 
@@ -157,18 +142,7 @@ def compare(
 
     call = masks(sample, causal, seed)
     truth = exact_answer(sample.q, sample.k, sample.v, key_mask=sample.key_mask, causal=causal)
-    dense = h * n * m <= DENSE_LIMIT
-    notes = (
-        []
-        if dense
-        else [f"row L1 errors and maps are left out: {h} × {n} × {m} weights are too many to lay out densely"]
-    )
-    laid_out = list(range(min(b, max(1, DENSE_LIMIT // (h * n * m))))) if dense else []
-    if dense and len(laid_out) < b:
-        notes.append(f"row L1 errors are those of the first {len(laid_out)} of {b} batch elements")
-    if sample.query_mask is not None:  # one that is all padding has no rows to judge by
-        laid_out = [at for at in laid_out if sample.query_mask[at].any()]
-
+    laid_out, notes = _laid_out(sample)
     runs: dict[str, Callable[[], object]] = {}
     errors: dict[str, Tensor] = {}
     rows: dict[str, Row] = {}
@@ -199,8 +173,13 @@ def compare(
         tell(label)
         rows[label]["memory_bytes"] = peak_memory(runs[label], device)
     waiting = iter([*runs] * repetitions)
-    taken = interleaved(
-        runs, repetitions=repetitions, device=device, seconds=seconds, progress=lambda: tell(next(waiting))
+    taken = interleaved(  # every run has been warmed up above
+        runs,
+        repetitions=repetitions,
+        warmup=0,
+        device=device,
+        seconds=seconds,
+        progress=lambda: tell(next(waiting)),
     )
 
     where = {
@@ -217,9 +196,7 @@ def compare(
         row["repetitions"] = len(taken[label])
         row["speedup"] = min(taken["exact"]) / row["seconds"]
         row.setdefault("memory_bytes", None)
-        row["memory_share"] = (
-            row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
-        )
+        row["memory_share"] = row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
         row.update(where)
     return Comparison(
         sample=sample,
@@ -232,6 +209,41 @@ def compare(
         seed=seed,
         notes=notes,
     )
+
+
+def _points(
+    sample: Sample, methods: Sequence[Method], causal: bool, sweep: bool
+) -> tuple[dict[str, tuple[Method, float]], dict[str, str]]:
+    """What is measured, label -> method and share of the budget asked for, exact first; and who can not answer."""
+    exact = METHODS["exact"]()
+    points: dict[str, tuple[Method, float]] = {"exact": (exact, 1.0)}
+    skipped: dict[str, str] = {}
+    for method in methods:
+        why_not = refusal(method, sample, causal)
+        if why_not is not None:
+            skipped[str(method)] = why_not
+        elif method != exact:
+            points[str(method)] = (method, 1.0)
+    for method, _ in list(points.values()):
+        curve = sweep and (sample.shape[2] <= LONG or method.name in CURVES_WHEN_LONG)
+        for factor in SWEEP if curve else ():
+            other = scaled(method, factor)
+            if other is not None and str(other) not in points:
+                points[str(other)] = (other, factor)
+    return points, skipped
+
+
+def _laid_out(sample: Sample) -> tuple[list[int], list[str]]:
+    """The batch elements whose weights are few enough to lay out densely, and a note on those that are not."""
+    b, h, n, m, _, _ = sample.shape
+    if h * n * m > DENSE_LIMIT:
+        weights = f"{h} × {n} × {m} weights are too many to lay out densely"
+        return [], [f"row L1 errors and maps are left out: {weights}"]
+    found = list(range(min(b, max(1, DENSE_LIMIT // (h * n * m)))))
+    notes = [f"row L1 errors are those of the first {len(found)} of {b} batch elements"] if len(found) < b else []
+    if sample.query_mask is not None:  # one that is all padding has no rows to judge by
+        found = [at for at in found if sample.query_mask[at].any()]
+    return found, notes
 
 
 def _row_l1(part: Sample, method: Method, causal: bool, seed: int) -> float:

@@ -21,8 +21,7 @@ def exact_answer(
 ) -> Tensor:
     """softmax(q kᵀ · scale) v by blocks of queries: (b h n e) in ``dtype``. Rows that see nothing are 0."""
     parts = [
-        weights @ _all_heads(v.to(dtype), q)
-        for weights in _weight_blocks(q, k, key_mask, causal, scale, dtype, block)
+        weights @ _all_heads(v.to(dtype), q) for weights in _weight_blocks(q, k, key_mask, causal, scale, dtype, block)
     ]
     return torch.cat(parts, dim=2) if parts else v.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
 

@@ -55,9 +55,7 @@ def style_of(label: str) -> tuple[str, str]:
 def short(label: str) -> str:
     """A label for people: `refined (25 clusters, 64 top)` for `refined:clusters=25,top=64`."""
     name, _, settings = label.partition(":")
-    words = [
-        f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)
-    ]
+    words = [f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)]
     return f"{name} ({', '.join(words)})" if words else name
 
 
@@ -84,9 +82,7 @@ def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:
                 family = [row] + [other for other in swept if _same_family(row, other)]
                 line = [spots[id(each)] for each in sorted(family, key=lambda each: float(each["budget"]))]
                 axis.plot(*zip(*line, strict=True), color=colour, lw=1.3, alpha=0.55, zorder=2)
-                axis.scatter(
-                    *zip(*line, strict=True), color=colour, marker=marker, s=16, alpha=0.75, zorder=3, lw=0
-                )
+                axis.scatter(*zip(*line, strict=True), color=colour, marker=marker, s=16, alpha=0.75, zorder=3, lw=0)
                 axis.scatter(*spots[id(row)], color=colour, marker=marker, s=85, zorder=4, ec="white", lw=0.8)
             front = _front(list(spots.values()))
             axis.plot(
@@ -131,9 +127,7 @@ def maps(weights: Mapping[str, Sequence[Tensor]], places: Sequence[str]) -> byte
         for i, place in enumerate(places):
             for j, label in enumerate(columns):
                 picture = weights[label][i][:MAP_TOKENS, :MAP_TOKENS].float().cpu().clamp_min(1e-12).numpy()
-                image = axes[i][j].imshow(
-                    picture, norm=norm, cmap="magma", aspect="auto", interpolation="nearest"
-                )
+                image = axes[i][j].imshow(picture, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
                 if i == 0:
                     axes[i][j].set_title(textwrap.fill(label, 28))
                 if i == len(places) - 1:
@@ -184,9 +178,7 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
             for name, middle, colour in zip(names, middles, _map_colours(middles), strict=True):
                 members = spots[label == name]
                 ties = torch.stack([members, middle.expand_as(members)], dim=1)
-                lines = matplotlib.collections.LineCollection(
-                    ties.numpy(), colors=colour, lw=0.6, alpha=0.35, zorder=1
-                )
+                lines = matplotlib.collections.LineCollection(ties.numpy(), colors=colour, lw=0.6, alpha=0.35, zorder=1)
                 axis.add_collection(lines)
                 axis.scatter(*members.T.numpy(), color=colour, s=10, lw=0, alpha=0.9, zorder=2)
                 axis.text(
@@ -225,11 +217,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
             for j, (key, unit, title) in enumerate(kinds):
                 axis = axes[i][j]
                 for label in labels:
-                    mine = [
-                        row
-                        for row in rows
-                        if row["method"] == label and row["pass"] == which and row.get(key)
-                    ]
+                    mine = [row for row in rows if row["method"] == label and row["pass"] == which and row.get(key)]
                     colour, marker = style_of(label)
                     peer = label == "sdpa"
                     axis.plot(
@@ -262,8 +250,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
             color="#555555",
         )
         handles = [
-            _handle(style_of(label), "exact (SDPA)" if label == "sdpa" else short(label), line=True)
-            for label in labels
+            _handle(style_of(label), "exact (SDPA)" if label == "sdpa" else short(label), line=True) for label in labels
         ]
         figure.legend(handles=handles, loc="outside right center")
         return as_png(figure)
@@ -277,9 +264,7 @@ def _same_family(row: Row, other: Row) -> bool:
     """Is `other` this very method at another budget?"""
     from .compare import SWEPT
 
-    fixed = [
-        {key: value for key, value in each["settings"].items() if key not in SWEPT} for each in (row, other)
-    ]
+    fixed = [{key: value for key, value in each["settings"].items() if key not in SWEPT} for each in (row, other)]
     return bool(fixed[0] == fixed[1])
 
 
@@ -332,9 +317,7 @@ def _norm(weights: Sequence[Tensor]) -> Any:
 
 
 def weight_bar(figure: Any, image: Any, axes: Any) -> None:
-    bar = figure.colorbar(
-        image, ax=axes, fraction=0.025, pad=0.012, aspect=40, extend="both", extendfrac=0.015
-    )
+    bar = figure.colorbar(image, ax=axes, fraction=0.025, pad=0.012, aspect=40, extend="both", extendfrac=0.015)
     bar.set_label("attention weight (log scale)")
     bar.outline.set_visible(False)
 
@@ -379,15 +362,11 @@ def as_png(figure: Any, dpi: int = 150, few_colours: bool = False) -> bytes:
     figure.savefig(into, format="png", dpi=dpi, facecolor="white")
     if not few_colours:
         return into.getvalue()
-    scale = (
-        (need("matplotlib").colormaps["magma"].resampled(216)(range(216))[:, :3] * 255).round().astype(int)
-    )
+    scale = (need("matplotlib").colormaps["magma"].resampled(216)(range(216))[:, :3] * 255).round().astype(int)
     greys = [[round(255 * level / 39)] * 3 for level in range(40)]
     image = need("PIL.Image")
     palette = image.new("P", (1, 1))
     palette.putpalette([part for colour in (*scale.tolist(), *greys) for part in colour])
     small = io.BytesIO()
-    image.open(into).convert("RGB").quantize(palette=palette, dither=0).save(
-        small, format="png", optimize=True
-    )
+    image.open(into).convert("RGB").quantize(palette=palette, dither=0).save(small, format="png", optimize=True)
     return small.getvalue()

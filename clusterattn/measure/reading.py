@@ -1,13 +1,19 @@
-"""The user's data from disk: passages, labelled passages, speech with transcripts. Standard library and torch only."""
+"""The user's data from disk: text in any common encoding, passages, labelled passages, speech with transcripts.
+
+The only reader of users' text and sound: `approximate`, `tune` and what trains share it.
+"""
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
+import lzma
 import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +36,44 @@ class Example:
     name: str = ""
 
 
+def text_of(path: Path) -> str:
+    """A file's text, also of .gz and .xz: UTF-8, UTF-16 that says so, else what Windows and old data sets wrote."""
+    raw = path.read_bytes()
+    unpack = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
+    try:
+        raw = unpack(raw) if unpack else raw
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise bad_value(f"a whole {path.suffix} file", f"{path} ({error})", "copying it again") from None
+    marked = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if b"\0" in raw and not marked:
+        raise bad_value("a text file", f"{path}, with bytes that are no text", "saving it as text, in UTF-8")
+    for encoding in ("utf-16",) if marked else ("utf-8-sig", "cp1252", "latin-1"):
+        try:
+            text = raw.decode(encoding)
+        except UnicodeDecodeError:
+            continue
+        return text if "\n" in text else text.replace("\r", "\n")  # old Macs end lines so
+    raise bad_value("a text file", f"{path}, which begins like UTF-16 and is not", "saving it in UTF-8")
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a .jsonl file with the numbers of their lines."""
+    for number, line in enumerate(text_of(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise bad_line(path, number, "one JSON object", error.msg) from None
+        if not isinstance(found, dict):
+            raise bad_line(path, number, "one JSON object", type(found).__name__)
+        yield number, found
+
+
+def bad_line(path: Path, number: int, wanted: str, got: str) -> ValueError:
+    return bad_value(f"{wanted} in {path.name}, line {number}", got, "mending that line")
+
+
 def passages(path: str | Path, *, whole: bool, labelled: bool = False) -> list[Example]:
     """Passages of a file or of all files of a folder. ``whole``: a text file is one passage, else each line is one."""
     path = Path(path)
@@ -48,40 +92,26 @@ def passages(path: str | Path, *, whole: bool, labelled: bool = False) -> list[E
 
 
 def _examples(file: Path, whole: bool, labelled: bool) -> Iterator[Example]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise bad_value(f"UTF-8 text in {file}", f"byte {error.start} that is none", "converting it first") from None
-    if file.suffix != ".jsonl" and file.suffix != ".tsv" and whole and not labelled:
+    if file.suffix == ".jsonl":
+        for number, found in json_objects(file):
+            if not isinstance(found.get("text"), str):
+                raise bad_line(file, number, 'an object with a "text"', ", ".join(found) or "none")
+            if labelled and found.get("label") is None:
+                raise bad_line(file, number, 'a "label" with every text', "none")
+            label = None if found.get("label") is None else str(found["label"])
+            yield Example(found["text"], label, name=f"{file.name} line {number}")
+        return
+    text, table = text_of(file), file.suffix == ".tsv" or labelled
+    if whole and not table:
         yield from [Example(text, name=file.name)] if text.strip() else []
         return
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{file.name} line {number}"
-        if file.suffix == ".jsonl":
-            example = _from_json(line, where)
-        elif file.suffix == ".tsv" or labelled:
-            label, tab, rest = line.partition("\t")
-            if not tab or not rest.strip():
-                raise bad_value("label<tab>text on every line", f"{where}: {line[:40]!r}", "a tab after the label")
-            example = Example(rest.strip(), label.strip(), name=where)
-        else:
-            example = Example(line.strip(), name=where)
-        if labelled and example.label is None:
-            raise bad_value('a "label" with every text', f"{where} without one", '{"text": …, "label": …}')
-        yield example
-
-
-def _from_json(line: str, where: str) -> Example:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise bad_value("one JSON object per line", f"{where}: {error.msg}", "removing that line") from None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-        raise bad_value('objects with a "text"', f"{where}: {line[:40]}", '{"text": "…"}')
-    label = found.get("label")
-    return Example(found["text"], None if label is None else str(label), name=where)
+        label, tab, rest = line.partition("\t")
+        if table and line.strip() and not (tab and rest.strip()):
+            raise bad_line(file, number, "label<tab>text on every line", repr(line[:40]))
+        if line.strip():
+            name = f"{file.name} line {number}"
+            yield Example(rest.strip(), label.strip(), name=name) if table else Example(line.strip(), name=name)
 
 
 def speech(path: str | Path) -> list[Example]:
@@ -95,14 +125,17 @@ def speech(path: str | Path) -> list[Example]:
     if not clips:
         raise bad_value(SPEECH, f"{path}, without any .wav", "a folder of 16-bit .wav files")
     table = path / "transcripts.tsv"
-    spoken = {example.label: example.text for example in passages(table, whole=False, labelled=True)} \
-        if table.is_file() else {}  # fmt: skip
+    spoken = (
+        {example.label: example.text for example in passages(table, whole=False, labelled=True)}
+        if table.is_file()
+        else {}
+    )
     found = []
     for clip in clips:
         beside = clip.with_suffix(".txt")
         words = spoken.get(clip.name) or spoken.get(clip.stem)
         if words is None and beside.is_file():
-            words = beside.read_text(encoding="utf-8")
+            words = text_of(beside)
         if words is None:
             raise bad_value(SPEECH, f"{clip.name} without a transcript", f"{beside.name} or a line in {table.name}")
         found.append(_clip(clip, words))
@@ -110,14 +143,10 @@ def speech(path: str | Path) -> list[Example]:
 
 
 def _listed(path: Path) -> Iterator[tuple[str, str]]:
-    for example in path.read_text(encoding="utf-8").split("\n"):
-        if example.strip():
-            try:
-                found = json.loads(example)
-                yield str(found["audio"]), str(found["text"])
-            except (json.JSONDecodeError, KeyError, TypeError):
-                wanted = 'objects with "audio" and "text"'
-                raise bad_value(wanted, f"{path.name}: {example[:40]}", "one object per line") from None
+    for number, found in json_objects(path):
+        if not {"audio", "text"} <= set(found):
+            raise bad_line(path, number, 'an object with "audio" and "text"', ", ".join(found) or "none")
+        yield str(found["audio"]), str(found["text"])
 
 
 def _clip(path: Path, words: str) -> Example:

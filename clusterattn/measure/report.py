@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,21 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent
 SHOWN_HEADS = 3
 SHOWN_CLUSTERS = 14
+USEFUL_ERROR = 0.3  # an answer that is farther off is no answer, however fast
 FIGURE_8 = ("clustered", "improved", "refined")
 
 
-def write_report(result: Comparison, folder: str | Path, *, command: str = "") -> list[Path]:
-    """Write report.html, the pictures and rows.jsonl; the paths, the report first."""
+def write_report(results: Mapping[str, Comparison], folder: str | Path, *, command: str = "") -> list[Path]:
+    """Write report.html, the pictures and rows.jsonl; the paths, the report first.
+
+    results   by name, which also begins the names of their pictures; a single one needs none ("")
+    """
     folder = Path(folder)
-    pictures = draw(result)
-    page = render(result, pictures, command=command)
-    rows = "".join(dumps(row) + "\n" for row in result.rows + result.swept)
+    drawn = {name: draw(result) for name, result in results.items()}
+    pictures = {"-".join(filter(None, (name, kind))): png for name in drawn for kind, png in drawn[name].items()}
+    rows = "".join(dumps(row) + "\n" for each in results.values() for row in each.rows + each.swept)
     return [
-        write_whole(folder / "report.html", page),
+        write_whole(folder / "report.html", render(results, drawn, command=command)),
         *(write_whole(folder / f"{name}.png", png) for name, png in pictures.items()),
         write_whole(folder / "rows.jsonl", rows),
     ]
@@ -51,9 +56,7 @@ def draw(result: Comparison) -> dict[str, bytes]:
     if h * n * m <= DENSE_LIMIT:
         labels = ["exact", *mapped(result)]
         weights: dict[str, list[Tensor]] = {
-            plots.short(label): [
-                result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)
-            ]
+            plots.short(label): [result.weights(label, at)[head] for at, head in zip(elements, heads, strict=True)]
             for label in labels
         }
         pictures["maps"] = plots.maps(weights, places)
@@ -64,9 +67,7 @@ def draw(result: Comparison) -> dict[str, bytes]:
     drawn = [label for label in result.clustered() if not label.startswith("improved")] or result.clustered()
     if drawn and not result.causal:
         head = heads[middle]
-        found = {
-            plots.short(label): clusters_of(result, label, middle).labels[0, head] for label in drawn[:2]
-        }
+        found = {plots.short(label): clusters_of(result, label, middle).labels[0, head] for label in drawn[:2]}
         keys = result.sample.k[middle, head * result.sample.k.shape[1] // h]
         pictures["clusters"] = plots.clusters(result.sample.q[middle, head], keys, found, places[middle])
     return pictures
@@ -116,50 +117,56 @@ def words_of_clusters(result: Comparison) -> dict[str, Any] | None:
 
 
 def headline(result: Comparison) -> str:
-    """What this comparison says, in sentences that are true whatever the numbers are."""
+    """What this comparison says, in one sentence that is true whatever the numbers are."""
     others = [row for row in result.rows if row["name"] not in ("exact", "oracle_top")]
     if not others:
         return "Only exact attention and its oracle were measured."
     closest = min(others, key=lambda row: float(row["error"]))
-    said = [
-        f"Closest to exact attention is {closest['method']}: relative error {closest['error']:.3g} with "
-        f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
-    ]
-    faster = sorted((row for row in others if row["speedup"] > 1), key=lambda row: -float(row["speedup"]))
-    if faster:
-        named = ", ".join(
-            f"{row['method']} ({row['speedup']:.2g}×, error {row['error']:.2g})" for row in faster[:4]
+    useful = [row for row in others if row["speedup"] > 1 and row["error"] <= USEFUL_ERROR]
+    length = f"at {result.sample.shape[2]} tokens"
+    if not useful:
+        return (
+            f"Here exact attention wins: {length} nothing within an output error of {USEFUL_ERROR} is faster on this "
+            f"device, and the closest, {closest['method']}, is off by {closest['error']:.3g} with "
+            f"{closest['cost_share']:.1%} of the multiply-adds in {1 / closest['speedup']:.2g} times the time."
         )
-        said.append(f"Faster than exact attention here: {named}.")
-    else:
-        said.append(
-            f"At {result.sample.shape[2]} tokens exact attention is the fastest of all on this device."
-        )
-    if closest["speedup"] < 1:
-        said.append("Approximation pays on longer sequences: clusterattn bench shows from where.")
-    return " ".join(said)
+    best = min(useful, key=lambda row: float(row["error"]))
+    return (
+        f"Here {best['method']} gains: {length} it is {best['speedup']:.2g} times as fast as exact attention, with "
+        f"{best['cost_share']:.1%} of its multiply-adds, at an output error of {best['error']:.3g}."
+    )
 
 
-def render(result: Comparison, pictures: dict[str, bytes], *, command: str = "") -> str:
+def render(results: Mapping[str, Comparison], pictures: Mapping[str, Mapping[str, bytes]], *, command: str = "") -> str:
+    """The page: each comparison one after the other, under its name where there are several."""
+    parts = [_part(name, result, pictures[name]) for name, result in results.items()]
+    around = next(iter(results.values())).rows[0]["environment"]
+    return page("report.html.jinja", {}, parts=parts, command=command, environment=around)
+
+
+def _part(name: str, result: Comparison, pictures: Mapping[str, bytes]) -> dict[str, Any]:
     exact, *others = result.rows
     b, h, n, m, d, e = result.sample.shape
-    return page(
-        "report.html.jinja",
-        pictures,
-        headline=headline(result),
-        rows=[exact, *sorted(others, key=lambda row: float(row["error"]))],
-        worst=max([float(row["error"]) for row in result.rows] or [1.0]) or 1.0,
-        skipped=result.skipped,
-        notes=result.notes,
-        clusters=words_of_clusters(result),
-        heads=_head_table(result),
-        source=result.sample.source,
-        shape=f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
-        length=n,
-        causal=result.causal,
-        command=command,
-        environment=exact["environment"],
-    )
+    return {
+        "name": name,
+        "headline": headline(result),
+        "rows": [exact, *sorted(others, key=lambda row: float(row["error"]))],
+        "worst": max(float(row["error"]) for row in result.rows) or 1.0,
+        "skipped": result.skipped,
+        "notes": result.notes,
+        "clusters": words_of_clusters(result),
+        "heads": _head_table(result),
+        "source": result.sample.source,
+        "shape": f"{b} × {h} heads × {n} queries × {m} keys, key dim {d}, value dim {e}",
+        "length": n,
+        "causal": result.causal,
+        "images": embeddable(pictures),
+    }
+
+
+def embeddable(pictures: Mapping[str, bytes]) -> dict[str, str]:
+    """As base64, which a page can hold."""
+    return {name: base64.b64encode(png).decode("ascii") for name, png in pictures.items()}
 
 
 def page(template: str, pictures: dict[str, bytes], *, folder: Path = TEMPLATES, **facts: Any) -> str:
@@ -174,7 +181,7 @@ def page(template: str, pictures: dict[str, bytes], *, folder: Path = TEMPLATES,
     )
     return str(
         made.get_template(template).render(
-            images={name: base64.b64encode(png).decode("ascii") for name, png in pictures.items()},
+            images=embeddable(pictures),
             error=human_error,
             ratio=human_ratio,
             seconds=human_seconds,
@@ -256,13 +263,13 @@ def approximation_headline(result: Approximation) -> str:
     closest = min(others, key=lambda row: float(row["error"]))
     sign = -1 if exact["higher_is_better"] else 1
     better = min(others, key=lambda row: sign * float(row["value"]))
-    said = (
+    sentence = (
         f"Closest to exact attention is {closest['method']}: hidden states are off by {closest['error']:.2g} with "
         f"{closest['cost_share']:.0%} of the multiply-adds and {1 / closest['speedup']:.2g} times the time."
     )
     if exact["task"] == "hidden":
-        return said
-    return said + (
+        return sentence
+    return sentence + (
         f" {result.metric.capitalize()}: {human_number(exact['value'])} with exact attention, "
         f"{human_number(better['value'])} at best ({better['method']})."
     )

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._errors import bad_type, bad_value
+from .._errors import bad_type, bad_value, check_choice
 from .._extras import need
 
-EMBEDDED = Path(__file__).parent.parent / "data" / "minilm_alice.safetensors"
+DATA = Path(__file__).parent.parent / "data"
+EMBEDDED = {"short": DATA / "minilm_alice.safetensors", "long": DATA / "tabpfn_mnist.safetensors"}
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,31 @@ class Sample:
 
     def place(self, b: int, h: int) -> str:
         """A head's name for titles."""
-        return (
-            f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
+        return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
+
+
+def embedded(which: str = "short") -> Sample:
+    """A sample inside the package, from a real pretrained model (see data/SOURCE.md).
+
+    "short"   a text encoder reading 512 tokens: (3, 4, 512, 32), three layers of four heads
+    "long"    a table model reading 8192 rows: (1, 3, 8192, 128), a head each of three layers
+    """
+    check_choice("embedded", "which", which, tuple(EMBEDDED))
+    return load(EMBEDDED["short"]) if which == "short" else _restored(EMBEDDED["long"])
+
+
+def _restored(path: Path) -> Sample:
+    """Heads kept as 8-bit ``points`` along a few directions: q, k, v, side by side, are points @ basis + mean."""
+    with need("safetensors").safe_open(str(path), framework="pt") as file:
+        words = file.metadata()
+        names: tuple[str, ...] = tuple(json.loads(words["heads"]))
+        numbers = range(len(names))
+        mean, points, basis = (
+            [file.get_tensor(f"{part}.{j}").float() for j in numbers] for part in ("mean", "points", "basis")
         )
-
-
-def embedded() -> Sample:
-    """The sample inside the package: a pretrained encoder reading 512 tokens (see data/SOURCE.md)."""
-    return load(EMBEDDED)
+    heads = torch.stack([torch.addmm(mean[j], points[j], basis[j]) for j in numbers])  # (h, n, 3 d)
+    q, k, v = (x.contiguous()[None] for x in heads.chunk(3, dim=-1))
+    return Sample(q=q, k=k, v=v, batch=tuple(json.loads(words["batch"])), heads=names, source=words["source"])
 
 
 def load(path: str | Path) -> Sample:
@@ -166,9 +184,7 @@ def mixture(
 
 def _as_heads(name: str, x: Tensor) -> Tensor:
     if x.ndim != 4:
-        advice = (
-            f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
-        )
+        advice = f"{name}[None] if the batch dimension is missing" if x.ndim == 3 else f"a 4-dimensional {name}"
         raise bad_value(f"{name} of shape (batch, heads, length, dim)", f"shape {tuple(x.shape)}", advice)
     if not x.is_floating_point():
         raise bad_type(f"{name} of a floating dtype", x.dtype, f"{name}.float()")
@@ -181,7 +197,5 @@ def _as_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor |
     if mask.dtype != torch.bool:
         raise bad_type(f"{name} of dtype bool, True = kept", mask.dtype, f"{name}.bool()")
     if tuple(mask.shape) != shape:
-        raise bad_value(
-            f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position"
-        )
+        raise bad_value(f"{name} of shape {shape}", tuple(mask.shape), "one entry per batch element and position")
     return mask

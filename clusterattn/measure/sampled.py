@@ -90,7 +90,7 @@ def error_report(
     a plain Student interval is too low several times too often. It can only know the tail that the
     sample has seen: ``beyond`` says how large an unseen part may be.
     """
-    room = as_method(method)
+    chosen = as_method(method)
     check_whole("error_report", sample=sample)
     if sample < 8:
         raise bad_value("sample of at least 8 queries per head", sample, "sample=64")
@@ -99,9 +99,17 @@ def error_report(
     with torch.no_grad():
         if out is None:
             out = attention(
-                q, k, v, method=room, key_mask=key_mask, query_mask=query_mask, causal=causal, scale=scale, seed=seed,
+                q,
+                k,
+                v,
+                method=chosen,
+                key_mask=key_mask,
+                query_mask=query_mask,
+                causal=causal,
+                scale=scale,
+                seed=seed,
                 **options,
-            )  # fmt: skip
+            )
         if not isinstance(out, Tensor) or out.shape != (*q.shape[:3], v.shape[3]):
             came = tuple(out.shape) if isinstance(out, Tensor) else "several results"
             raise bad_value(f"one answer of shape {(*q.shape[:3], v.shape[3])}", came, "no return_… option")
@@ -116,7 +124,7 @@ def error_report(
     usual = (size.sum(-1, keepdim=True) / there.sum(-1, keepdim=True).clamp(min=1).cpu()).clamp_min(TINY)
     ratio, low, high = (x.view(at.shape[:2]) for x in heads)
     return ErrorReport(
-        method=room,
+        method=chosen,
         error=float(whole[0]),
         low=float(whole[1]),
         high=float(whole[2]),
@@ -163,8 +171,8 @@ def _exact_rows(
     parts = []
     step = max(1, AT_ONCE // max(b * h * m, 1))
     for start in range(0, s, step):
-        some = rows[:, :, start : start + step].double()
-        logits = (some.reshape(b, hk, -1, d) @ keys).view(b, h, -1, m) * scale
+        part = rows[:, :, start : start + step].double()
+        logits = (part.reshape(b, hk, -1, d) @ keys).view(b, h, -1, m) * scale
         if key_mask is not None:
             logits = logits.masked_fill(~key_mask[:, None, None, :], float("-inf"))
         if causal:

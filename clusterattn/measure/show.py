@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .compare import Comparison
 
 
-def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
+def show_comparisons(results: Mapping[str, Comparison], written: Sequence[Path]) -> None:
+    """A table and a sentence for each, under its name where there are several."""
+    for name, result in results.items():
+        if name:
+            console().rule(name, align="left")
+        _show_comparison(result)
+    show_written(written)
+
+
+def _show_comparison(result: Comparison) -> None:
     from .report import headline, table_cells
 
     rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
@@ -39,8 +48,7 @@ def show_comparison(result: Comparison, written: Sequence[Path]) -> None:
         rich.print(f"[dim]not measured: {literal(label)} ({why})[/]", highlight=False)
     for note in result.notes:
         rich.print(f"[dim]{note}[/]", highlight=False)
-    rich.print(headline(result), highlight=False)
-    show_written(written)
+    rich.print(literal(headline(result)), highlight=False)
 
 
 def show_approximation(result: Approximation, written: Sequence[Path]) -> None:
@@ -102,9 +110,7 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
                 if row.get("failed"):
                     cells.append("[red]wrong[/]")
                     continue
-                memory = (
-                    "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
-                )
+                memory = "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
                 cells.append(
                     f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}"
                 )
@@ -112,9 +118,7 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
         rich.print(table)
     for row in rows:
         if row.get("failed"):
-            rich.print(
-                f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed"
-            )
+            rich.print(f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed")
     show_written(written)
 
 
@@ -184,14 +188,14 @@ def progress() -> Iterator[Callable[..., object]]:
 
 def _in_lines(screen: Any, every: float = 15.0) -> Callable[..., object]:
     """Progress for a log: one line at most every so many seconds, and none twice."""
-    said, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
+    since, done, last = time.monotonic(), -1, ""  # nothing is said of work that is soon over
 
     def tick(text: str, total: int, so_far: int | None = None) -> None:
-        nonlocal said, done, last
+        nonlocal since, done, last
         done = done + 1 if so_far is None else so_far
         line = f"{done} of {total}: {literal(text)}"
-        if time.monotonic() - said >= every and line != last:
-            said, last = time.monotonic(), line
+        if time.monotonic() - since >= every and line != last:
+            since, last = time.monotonic(), line
             screen.print(line, highlight=False)
 
     return tick

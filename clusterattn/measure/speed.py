@@ -193,9 +193,7 @@ def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:
             watch.__exit__(None, None, None)
     del answer
     changes = [
-        (event.start_ns(), event.nbytes())
-        for event in watch.kineto_results.events()
-        if event.name() == "[memory]"
+        (event.start_ns(), event.nbytes()) for event in watch.kineto_results.events() if event.name() == "[memory]"
     ]
     held = peak = 0
     for _, size in sorted(changes, key=lambda change: change[0]):

@@ -52,12 +52,16 @@ def cells(line: Line) -> tuple[str, ...]:
     row, forward, both = any_of(line), *(line.get(which, {}) for which in PASSES)
     label = row["method"] if row["method"] != PEER else str(row.get("peer", PEER))
     return (
-        label, f"{row['h']}×{row['d']}", spaced(row["n"]), str(row["b"]),
-        *_speed(forward), *_speed(both),
+        label,
+        f"{row['h']}×{row['d']}",
+        spaced(row["n"]),
+        str(row["b"]),
+        *_speed(forward),
+        *_speed(both),
         _number(forward.get("floor_ratio"), "{:.1f}"),
         _number(forward.get("error", both.get("error")), "{:.4f}"),
         _number(both.get("memory_of_size"), "{:.2f}"),
-    )  # fmt: skip
+    )
 
 
 def as_text(rows: Iterable[Row]) -> str:
@@ -72,14 +76,14 @@ def as_text(rows: Iterable[Row]) -> str:
 
 def failures(lines: Iterable[Line]) -> list[str]:
     """A sentence for each pass that has no time, and for each that could not be captured."""
-    said = []
+    notes = []
     for row in (row for line in lines for row in line.values()):
         where = f"{row['method']}, {row['h']}×{row['d']}, N = {spaced(row['n'])}, {row['pass']}"
         if row.get("failed"):
-            said.append(f"{where}: {row['failed']}; not timed")
+            notes.append(f"{where}: {row['failed']}; not timed")
         elif row.get("why_eager"):
-            said.append(f"{where}: not captured in a graph ({row['why_eager']})")
-    return said
+            notes.append(f"{where}: not captured in a graph ({row['why_eager']})")
+    return notes
 
 
 def microseconds(seconds: float) -> str:

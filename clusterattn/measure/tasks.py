@@ -29,11 +29,11 @@ UNLIMITED = 10**6  # tokenizers without a limit of their own say 10³⁰
 
 
 @dataclass(frozen=True)
-class Batch:
+class ModelBatch:
     inputs: dict[str, Tensor]
     references: tuple[str, ...] = ()
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
+    def to(self, device: torch.device, dtype: torch.dtype) -> ModelBatch:
         moved = {k: x.to(device, dtype if x.is_floating_point() else x.dtype) for k, x in self.inputs.items()}
         return replace(self, inputs=moved)
 
@@ -44,9 +44,9 @@ class Batch:
         return None if mask is None else mask.bool()
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     hidden: Tensor  # (rows x): the last hidden states of all real positions
-    said: Any  # whatever the task judges
+    output: Any  # whatever the task judges
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Loaded:
     def longest(self) -> int | None:
         """Positions the model can take, as far as it says."""
         config = self.model.config
-        said = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
-        said.append(getattr(self.processor, "model_max_length", None))
-        known = [each for each in said if isinstance(each, int) and 0 < each < UNLIMITED]
+        limits = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
+        limits.append(getattr(self.processor, "model_max_length", None))
+        known = [each for each in limits if isinstance(each, int) and 0 < each < UNLIMITED]
         return min(known) if known else None
 
 
@@ -83,7 +83,7 @@ def real_rows(hidden: Tensor, tokens: Tensor | None) -> Tensor:
     return hidden.flatten(0, -2)
 
 
-class Task:
+class ModelTask:
     """Hidden states alone: works for every model. The other tasks add an answer to it."""
 
     name: ClassVar[str] = "hidden"
@@ -102,9 +102,14 @@ class Task:
         return reading.passages(path, whole=(length or self.window) is not None)
 
     def batches(
-        self, loaded: Loaded, path: str | Path, *, length: int | None = None, size: int | None = None,
+        self,
+        loaded: Loaded,
+        path: str | Path,
+        *,
+        length: int | None = None,
+        size: int | None = None,
         limit: int | None = None,
-    ) -> list[Batch]:  # fmt: skip
+    ) -> list[ModelBatch]:
         """Batches of ``size`` examples from a file or folder, of ``limit`` examples spread evenly over it.
 
         length   text is cut into windows of so many tokens; None: each line is a passage, cut where the model ends
@@ -114,64 +119,64 @@ class Task:
 
     def _batches(
         self, loaded: Loaded, examples: list[Example], length: int | None, size: int, limit: int | None
-    ) -> list[Batch]:
+    ) -> list[ModelBatch]:
         if examples[0].sound is not None:
-            return [sounds(loaded, some) for some in portions(reading.spread(examples, limit), size)]
+            return [sounds(loaded, part) for part in portions(reading.spread(examples, limit), size)]
         length = length or self.window
         most = min(length or UNLIMITED, loaded.longest or UNLIMITED)
         if length is None:
             examples = reading.spread(examples, limit)
         rows = list(tokenised(loaded.processor, examples, most, windowed=length is not None))
-        return [padded(loaded.processor, some) for some in portions(reading.spread(rows, limit), size)]
+        return [padded(loaded.processor, part) for part in portions(reading.spread(rows, limit), size)]
 
-    def answer(self, loaded: Loaded, batch: Batch) -> Answer:
+    def answer(self, loaded: Loaded, batch: ModelBatch) -> ModelAnswer:
         hidden = trunk(loaded.model)(**batch.inputs)[0]
-        return Answer(real_rows(hidden, batch.tokens), self.pooled(loaded, hidden, batch))
+        return ModelAnswer(real_rows(hidden, batch.tokens), self.pooled(loaded, hidden, batch))
 
-    def pooled(self, loaded: Loaded, hidden: Tensor, batch: Batch) -> Any:
+    def pooled(self, loaded: Loaded, hidden: Tensor, batch: ModelBatch) -> Any:
         return None
 
-    def tally(self, answer: Answer, exact: Answer, batch: Batch, loaded: Loaded) -> Sums:
+    def tally(self, answer: ModelAnswer, exact: ModelAnswer, batch: ModelBatch, loaded: Loaded) -> Sums:
         return {}
 
     def figures(self, sums: Sums) -> dict[str, float]:
         return {}
 
 
-class Embed(Task):
+class Embed(ModelTask):
     """Sentence embeddings: mean-pooled (or the first token, where the model's folder says so), by cosine."""
 
     name = "embed"
     metric = "cosine distance"
 
-    def pooled(self, loaded: Loaded, hidden: Tensor, batch: Batch) -> Tensor:
+    def pooled(self, loaded: Loaded, hidden: Tensor, batch: ModelBatch) -> Tensor:
         if first_token_counts(loaded.name):
             return F.normalize(hidden[:, 0].float(), dim=-1)
         tokens = batch.tokens
         real = torch.ones_like(hidden[..., :1]) if tokens is None else tokens.unsqueeze(-1).to(hidden.dtype)
         return F.normalize(((hidden * real).sum(1) / real.sum(1).clamp(min=1)).float(), dim=-1)
 
-    def tally(self, answer: Answer, exact: Answer, batch: Batch, loaded: Loaded) -> Sums:
-        distance = (answer.said - exact.said).double().square().sum(-1) / 2  # 1 − cos, without its cancellation
+    def tally(self, answer: ModelAnswer, exact: ModelAnswer, batch: ModelBatch, loaded: Loaded) -> Sums:
+        distance = (answer.output - exact.output).double().square().sum(-1) / 2  # 1 − cos, without its cancellation
         return {"distance": float(distance.sum()), "passages": float(len(distance))}
 
     def figures(self, sums: Sums) -> dict[str, float]:
         return {self.metric: sums["distance"] / sums["passages"]}
 
 
-class Headed(Task):
+class Headed(ModelTask):
     """A model with a head: the head is judged, the trunk's hidden states are looked at on the way."""
 
-    def answer(self, loaded: Loaded, batch: Batch) -> Answer:
+    def answer(self, loaded: Loaded, batch: ModelBatch) -> ModelAnswer:
         seen: list[Tensor] = []
         watch = trunk(loaded.model).register_forward_hook(lambda module, inputs, out: seen.append(out[0]))
         try:
-            said = self.speak(loaded, batch)
+            output = self.speak(loaded, batch)
         finally:
             watch.remove()
-        return Answer(real_rows(seen[0], batch.tokens), said)
+        return ModelAnswer(real_rows(seen[0], batch.tokens), output)
 
-    def speak(self, loaded: Loaded, batch: Batch) -> Any:
+    def speak(self, loaded: Loaded, batch: ModelBatch) -> Any:
         return loaded.model(**batch.inputs).logits
 
 
@@ -186,16 +191,16 @@ class LanguageModel(Headed):
     def kind(self, config: Any) -> str:
         return "AutoModelForCausalLM"
 
-    def tally(self, answer: Answer, exact: Answer, batch: Batch, loaded: Loaded) -> Sums:
+    def tally(self, answer: ModelAnswer, exact: ModelAnswer, batch: ModelBatch, loaded: Loaded) -> Sums:
         ids = batch.inputs["input_ids"]
         real = torch.ones_like(ids, dtype=torch.bool) if batch.tokens is None else batch.tokens
         rows = (real[:, :-1] & real[:, 1:]).flatten().nonzero().squeeze(-1)
         following = ids[:, 1:].flatten()
-        ours, theirs = (x.said[:, :-1].flatten(0, 1) for x in (answer, exact))
+        ours, theirs = (x.output[:, :-1].flatten(0, 1) for x in (answer, exact))
         loss = apart = 0.0
-        for some in torch.split(rows, TOKENS_AT_ONCE):
-            q, p = (x[some].float().log_softmax(-1) for x in (ours, theirs))
-            loss += float(F.nll_loss(q, following[some], reduction="sum"))
+        for chunk in torch.split(rows, TOKENS_AT_ONCE):
+            q, p = (x[chunk].float().log_softmax(-1) for x in (ours, theirs))
+            loss += float(F.nll_loss(q, following[chunk], reduction="sum"))
             apart += float((p.exp() * (p - q)).sum(dtype=torch.float64))
         return {"loss": loss, "apart": max(apart, 0.0), "tokens": float(len(rows))}
 
@@ -204,7 +209,7 @@ class LanguageModel(Headed):
         return {self.metric: math.exp(min(sums["loss"] / tokens, 700.0)), "KL to exact, nats": sums["apart"] / tokens}
 
 
-class Classify(Headed):
+class Label(Headed):
     """Labelled passages: the share that is labelled right, and the share that is labelled as with exact attention."""
 
     name = "classify"
@@ -219,16 +224,16 @@ class Classify(Headed):
 
     def _batches(
         self, loaded: Loaded, examples: list[Example], length: int | None, size: int, limit: int | None
-    ) -> list[Batch]:
+    ) -> list[ModelBatch]:
         examples = reading.spread(examples, limit)
         most = min(length or UNLIMITED, loaded.longest or UNLIMITED)
         rows = list(tokenised(loaded.processor, examples, most, windowed=False))
         labels = [str(label_number(loaded.model.config, each)) for each in examples]
         pairs = zip(portions(rows, size), portions(labels, size), strict=True)
-        return [replace(padded(loaded.processor, some), references=tuple(theirs)) for some, theirs in pairs]
+        return [replace(padded(loaded.processor, part), references=tuple(theirs)) for part, theirs in pairs]
 
-    def tally(self, answer: Answer, exact: Answer, batch: Batch, loaded: Loaded) -> Sums:
-        ours, theirs = (x.said.argmax(-1).tolist() for x in (answer, exact))
+    def tally(self, answer: ModelAnswer, exact: ModelAnswer, batch: ModelBatch, loaded: Loaded) -> Sums:
+        ours, theirs = (x.output.argmax(-1).tolist() for x in (answer, exact))
         right = sum(str(each) == label for each, label in zip(ours, batch.references, strict=True))
         same = sum(each == other for each, other in zip(ours, theirs, strict=True))
         return {"right": float(right), "same": float(same), "passages": float(len(ours))}
@@ -252,38 +257,38 @@ class Recognise(Headed):
 
     def _batches(
         self, loaded: Loaded, examples: list[Example], length: int | None, size: int, limit: int | None
-    ) -> list[Batch]:
-        need("jiwer", "hf")
+    ) -> list[ModelBatch]:
         for each in examples:
             if not plain_words(each.text, loaded.processor):
                 raise bad_value("a transcript with words in it", f"none for {each.name}", "leaving that clip out")
         return super()._batches(loaded, examples, length, size, limit)
 
-    def speak(self, loaded: Loaded, batch: Batch) -> list[str]:
+    def speak(self, loaded: Loaded, batch: ModelBatch) -> list[str]:
         if loaded.model.config.is_encoder_decoder:
             ids = loaded.model.generate(**batch.inputs, do_sample=False, num_beams=1)
         else:
             ids = loaded.model(**batch.inputs).logits.argmax(-1)
         return [str(words) for words in loaded.processor.batch_decode(ids, skip_special_tokens=True)]
 
-    def tally(self, answer: Answer, exact: Answer, batch: Batch, loaded: Loaded) -> Sums:
+    def tally(self, answer: ModelAnswer, exact: ModelAnswer, batch: ModelBatch, loaded: Loaded) -> Sums:
         ours, theirs, truth = (
             [plain_words(each, loaded.processor) for each in texts]
-            for texts in (answer.said, exact.said, batch.references)
+            for texts in (answer.output, exact.output, batch.references)
         )
-        wrong, words = edits(truth, ours)
-        changed, said = edits(theirs, ours)
-        return {"wrong": wrong, "words": words, "changed": changed, "said": said}
+        wrong, words = word_edits(truth, ours)
+        changed, spoken = word_edits(theirs, ours)
+        return {"wrong": wrong, "words": words, "changed": changed, "spoken": spoken}
 
     def figures(self, sums: Sums) -> dict[str, float]:
-        changed = sums["changed"] / max(sums["said"], 1.0)
+        changed = sums["changed"] / max(sums["spoken"], 1.0)
         return {self.metric: sums["wrong"] / max(sums["words"], 1.0), "words changed against exact": changed}
 
 
-TASKS: dict[str, Task] = {each.name: each for each in (Task(), Embed(), Recognise(), LanguageModel(), Classify())}
+KINDS = (ModelTask(), Embed(), Recognise(), LanguageModel(), Label())
+TASKS: dict[str, ModelTask] = {each.name: each for each in KINDS}
 
 
-def task_named(name: str) -> Task:
+def task_named(name: str) -> ModelTask:
     if name not in TASKS:
         raise bad_value(f"--task {' or '.join(TASKS)}", repr(name), "--task hidden, which suits every model")
     return TASKS[name]
@@ -292,7 +297,7 @@ def task_named(name: str) -> Task:
 # ---------------------------------------------------------------------------------------------------- loading
 
 
-def load(task: Task, name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
+def load(task: ModelTask, name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Loaded:
     """A model and its processor from a local folder or the hub. Code from the hub never runs; weights are safetensors,
     or pickles read with ``weights_only``."""
     transformers = need("transformers", "hf")
@@ -306,20 +311,20 @@ def load(task: Task, name: str, *, device: str = "cpu", dtype: torch.dtype = tor
     try:
         config = transformers.AutoConfig.from_pretrained(name, **safely)
         made = getattr(transformers, task.kind(config))
-        model, told = made.from_pretrained(name, dtype=dtype, weights_only=True, output_loading_info=True, **safely)
+        model, loading = made.from_pretrained(name, dtype=dtype, weights_only=True, output_loading_info=True, **safely)
         processor = _processor(transformers, task, config, name, safely)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, pickle.UnpicklingError) as error:
         first = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().split("\n")[0][:200]
         wanted = f"a model for --task {task.name} that transformers can load"
         raise bad_value(wanted, f"{name} ({first})", "another --task, or the path of its folder") from None
-    missing = sorted(key for key in told["missing_keys"] if not key.startswith("pooler."))  # no task asks the pooler
+    missing = sorted(key for key in loading["missing_keys"] if not key.startswith("pooler."))  # no task asks the pooler
     if missing:
         wanted = f"weights for all of {type(model).__name__}"
         raise bad_value(wanted, f"{name} without {missing[0]}", "another --task: this one's head was never trained")
     return Loaded(model.eval().requires_grad_(False).to(device), processor, name)
 
 
-def _processor(transformers: Any, task: Task, config: Any, name: str, safely: dict[str, Any]) -> Any:
+def _processor(transformers: Any, task: ModelTask, config: Any, name: str, safely: dict[str, Any]) -> Any:
     hears = hasattr(config, "num_mel_bins") or hasattr(config, "conv_stride") or task.name == "asr"
     if hears:
         return transformers.AutoProcessor.from_pretrained(name, **safely)
@@ -333,8 +338,8 @@ def _processor(transformers: Any, task: Task, config: Any, name: str, safely: di
 
 def first_token_counts(name: str) -> bool:
     """Does the model's folder, as sentence-transformers writes it, ask for the first token's state?"""
-    said = Path(name) / "1_Pooling" / "config.json"
-    return said.is_file() and bool(re.search(r'"pooling_mode_cls_token"\s*:\s*true', said.read_text()))
+    pooling = Path(name) / "1_Pooling" / "config.json"
+    return pooling.is_file() and bool(re.search(r'"pooling_mode_cls_token"\s*:\s*true', pooling.read_text()))
 
 
 # ---------------------------------------------------------------------------------------------------- making batches
@@ -354,23 +359,26 @@ def tokenised(tokenizer: Any, examples: Sequence[Example], limit: int, windowed:
     """Token ids: each passage cut at the limit, or cut into full windows of that many (one short text stays short)."""
     for each in examples:
         ids = tokenizer(
-            each.text, truncation=limit < UNLIMITED, max_length=limit if limit < UNLIMITED else None,
-            return_overflowing_tokens=windowed and limit < UNLIMITED, verbose=False,
-        )["input_ids"]  # fmt: skip
+            each.text,
+            truncation=limit < UNLIMITED,
+            max_length=limit if limit < UNLIMITED else None,
+            return_overflowing_tokens=windowed and limit < UNLIMITED,
+            verbose=False,
+        )["input_ids"]
         rows = ids if ids and isinstance(ids[0], list) else [ids]
         full = [row for row in rows if len(row) == limit]
         yield from full or rows[:1]
 
 
-def padded(tokenizer: Any, rows: Sequence[list[int]]) -> Batch:
+def padded(tokenizer: Any, rows: Sequence[list[int]]) -> ModelBatch:
     made = tokenizer.pad({"input_ids": list(rows)}, return_tensors="pt")
     kept = {name: made[name] for name in ("input_ids", "attention_mask")}
     if bool(kept["attention_mask"].all()):
         del kept["attention_mask"]  # nothing is padded, and no mask is the cheapest one
-    return Batch(kept)
+    return ModelBatch(kept)
 
 
-def sounds(loaded: Loaded, examples: Sequence[Example]) -> Batch:
+def sounds(loaded: Loaded, examples: Sequence[Example]) -> ModelBatch:
     extract = getattr(loaded.processor, "feature_extractor", loaded.processor)
     rate = int(extract.sampling_rate)
     heard = []
@@ -382,9 +390,10 @@ def sounds(loaded: Loaded, examples: Sequence[Example]) -> Batch:
             seconds = f"{len(sound) / rate:.0f} s in {each.name}"
             raise bad_value(f"clips of at most {most / rate:.0f} s", seconds, "cutting it into pieces")
         heard.append(sound.numpy())
-    made = extract(heard, sampling_rate=rate, return_tensors="pt", padding="max_length" if hasattr(extract, "n_samples")
-                   else True)  # fmt: skip
-    return Batch(dict(made), tuple(each.text for each in examples))
+    made = extract(
+        heard, sampling_rate=rate, return_tensors="pt", padding="max_length" if hasattr(extract, "n_samples") else True
+    )
+    return ModelBatch(dict(made), tuple(each.text for each in examples))
 
 
 def label_number(config: Any, example: Example) -> int:
@@ -411,16 +420,17 @@ def plain_words(text: str, processor: Any) -> str:
     return " ".join(re.findall(r"[^\W_]+(?:'[^\W_]+)*", text.lower()))
 
 
-def edits(wanted: Sequence[str], got: Sequence[str]) -> tuple[float, float]:
-    """Words to insert, delete or replace, and the number of words wanted."""
-    jiwer = need("jiwer", "hf")
-    wrong = words = 0
-    for one, other in zip(wanted, got, strict=True):
-        count = len(one.split())
-        words += count
-        if not count:  # a rate over no words is not defined; every word said is one too many
-            wrong += len(other.split())
-            continue
-        found = jiwer.process_words(one, other)
-        wrong += found.substitutions + found.deletions + found.insertions
-    return float(wrong), float(words)
+def word_edits(wanted: Sequence[str], got: Sequence[str]) -> tuple[float, float]:
+    """Words to insert, delete or replace in all texts together, and the number of words wanted."""
+    pairs = [(one.split(), other.split()) for one, other in zip(wanted, got, strict=True)]
+    return float(sum(edits(one, other) for one, other in pairs)), float(sum(len(one) for one, _ in pairs))
+
+
+def edits(wanted: Sequence[object], got: Sequence[object]) -> int:
+    """Symbols, or words, to insert, delete or replace: Levenshtein's distance."""
+    row = list(range(len(got) + 1))
+    for i, symbol in enumerate(wanted, start=1):
+        corner, row[0] = row[0], i
+        for j, other in enumerate(got, start=1):
+            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (symbol != other))
+    return row[-1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._types import Call
+from .._types import Call, Clusters, Parts
 from ..ops import draw
 from ..ops._chunks import wide
 from ..ops.kmeans import Centres
@@ -15,6 +15,7 @@ from ..ops.kmeans import Centres
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
+PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Space:
     thresholds: Tensor | None  # (w), the old code's hash bias
     form: Tensor | None  # (... d d) for keys: Cov(K)
     view: Tensor | None = None  # (... d r) for keys along a few directions, instead of the form
+    centre: Tensor | None = None  # (... 1 d) taken off first: in half precision an offset of all would drown the rest
 
     @property
     def signs(self) -> bool:
@@ -33,15 +35,25 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            return (wide(x) @ self.view).to(x.dtype)
+            x_ = wide(x) if self.centre is None else wide(x) - self.centre
+            return (x_ @ self.view).to(x.dtype)
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
+def mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Of the valid rows of x (... n d): (... 1 d)."""
+    if valid is None:
+        return wide(x).mean(-2, keepdim=True)
+    real = valid.unsqueeze(-1)
+    return (wide(x) * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp(min=1)
+
+
 def space(
-    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, call: Call, device: torch.device
+    metric: str, d: int, bits: int, bias: bool, form: Tensor | None, rank: int | None, centre: Tensor | None,
+    call: Call, device: torch.device,
 ) -> Space:  # fmt: skip
     if metric == "keys" and form is not None and rank is not None and rank < d:
-        return Space(metric, None, None, None, main_directions(form, rank, call.seed))
+        return Space(metric, None, None, None, main_directions(form, rank, call.seed), centre)
     if metric != "hamming":
         return Space(metric, None, None, form if metric == "keys" else None)
     drawn = draw.normal((bits, d + 1), call.seed, draw.STREAM_PLANES, device)
@@ -64,24 +76,71 @@ def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     return found
 
 
+QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
+
+
 def centres(
     points: Tensor, valid: Tensor | None, clusters: int, steps: int, start: str, sample: int | None, where: Space,
-    call: Call,
+    call: Call, streams: tuple[int, int] = QUERIES,
 ) -> Centres:  # fmt: skip
     """k-means over the points (... n w), valid (... n) or None: all. ``steps`` counts assignments: the last one, of
     everybody, is left to ``nearest``."""
     n = points.shape[-2]
     pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
-    chosen = draw.positions(valid, points, n, call.seed, draw.STREAM_STARTS, pool)
+    chosen = draw.positions(valid, points, n, call.seed, streams[0], pool)
     if start == "far":
         chosen = call.ops.farthest(points, chosen, min(clusters, n), signs=where.signs, form=where.form)
     drawn = None
     if steps > 1 and sample is not None and sample < n:
-        drawn = draw.positions(valid, points, n, call.seed, draw.STREAM_SAMPLE, sample)
+        drawn = draw.positions(valid, points, n, call.seed, streams[1], sample)
     found: Centres = call.ops.kmeans(
         points, valid, chosen, train_at=drawn, updates=steps - 1, signs=where.signs, form=where.form
     )
     return found
+
+
+def parts(
+    q: Tensor, k: Tensor, v: Tensor, clusters: Clusters, count: int, steps: int, start: str, sample: int, call: Call
+) -> Parts:
+    """The keys (b hk m d) beside their values, by k-means: alike are keys whose products with the queries' differences
+    from their centroids are alike, and values that are. Either side is scaled to a spread of one."""
+    b, hk, m, d = k.shape
+    real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
+    if count >= m:
+        each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
+        return Parts(each, count)
+    metric = residual_covariance(q, clusters, hk, sample, call)
+    at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
+    of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
+    tiny = torch.finfo(metric.dtype).tiny
+    key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
+    value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
+    # Without their means, which say nothing about who is alike and cost digits in half precision.
+    k_, v_ = wide(k) - mean(k, real), wide(v) - mean(v, real)
+    points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
+    where = Space("euclid", None, None, None)
+    found = centres(points, real, count, steps, start, sample, where, call, KEYS)
+    labels = call.ops.nearest(points, found)
+    if real is not None:
+        labels = torch.where(real, labels, -1)
+        labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
+    return Parts(labels, count)
+
+
+def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
+    """How queries differ from their centroids: the mean of (q - c)(q - c)^T over the query heads of each key head, over
+    a sample of the queries, (b hk d d)."""
+    (b, h, n, d), labels = q.shape, clusters.labels
+    if sample < n:
+        real = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
+        at = draw.positions(real, q, n, call.seed, draw.STREAM_RESIDUALS, sample)
+        seen = at >= 0
+        q = q.gather(2, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, d))
+        labels = torch.where(seen, labels.gather(2, at.clamp(min=0)), -1)
+    apart = (wide(q) - wide(call.ops.broadcast(clusters.means.detach(), labels))) * (labels >= 0).unsqueeze(-1)
+    total = (labels >= 0).sum(-1).view(b, hk, -1).sum(-1).clamp(min=1)[..., None, None]
+    return (apart.mT @ apart).view(b, hk, h // hk, d, d).sum(2) / total
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What several recipes share: blocks of positions, the last resort of looking at oneself."""
+"""What several recipes share: blocks of positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._types import Attended, Buckets, Call
-from ..ops.bucketed.reference import or_self as itself_at_least
 from ..ops.merge import merge
 
 
@@ -25,8 +24,3 @@ def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attend
     before = torch.arange(call.mask.offset, device=q.device).expand(b, h, 1, -1)
     past = call.ops.bucketed(q, k, v, Buckets(queries[:1].expand(b, h, -1, -1), before), call.mask, call.scale)
     return merge(mine, past)
-
-
-def or_self(answer: Attended, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Attended:
-    """A query that met no key it may see attends to the key at its own position, where that key is real."""
-    return itself_at_least(answer, q, k, v, call.mask, call.scale, call.ops.take)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Clusters, Groups, Members, Method
+from .._types import Attended, Call, Clusters, Groups, Method
 from ..ops import draw
 from ..ops._chunks import wide
 from ..ops.coarse import Coarse
 from ..ops.kmeans import Centres
 from ..ops.merge import NEVER, merge
-from . import _grouping
+from . import _grouping, budgets
 from ._grouping import METRICS, STARTS
 from ._shared import own_block
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,8 @@ class Clustered(Method):
              None trains on all of them
     rank     k-means looks at the queries along that many main directions of the keys alone (metric="keys"); None: all d
     bias     random thresholds in the hash, as the old code had them; the paper's threshold is 0
-    block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by centroids
+    block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by
+             centroids. None: blocks that grow like sqrt(clusters * n), so that the whole costs n^1.5
     centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
              value-causal)
     """
@@ -47,15 +51,13 @@ class Clustered(Method):
     sample: int | None = None
     rank: int | None = None
     bias: bool = False
-    block: int = 256
+    block: int | None = None
     centroids_from: str = "past"
 
     def __post_init__(self) -> None:
         who = type(self).__name__
-        check_whole(who, clusters=self.clusters, bits=self.bits, steps=self.steps, block=self.block)
-        for name in ("sample", "rank"):
-            if getattr(self, name) is not None:
-                check_whole(who, **{name: getattr(self, name)})
+        given = {name: getattr(self, name) for name in ("clusters", "bits", "steps", "block", "sample", "rank")}
+        check_whole(who, **{name: value for name, value in given.items() if value is not None})
         check_choice(who, "metric", self.metric, METRICS)
         if self.rank is not None and self.metric != "keys":
             raise bad_value(f'{who}(rank=…) with metric="keys"', f"metric={self.metric!r}", "leaving out rank")
@@ -65,6 +67,9 @@ class Clustered(Method):
     @property
     def causality(self) -> str:  # type: ignore[override]
         return "strict" if self.centroids_from == "past" else "value"
+
+    def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
+        return self if self.block is not None or not causal else replace(self, block=budgets.block(n, self.clusters))
 
     # ------------------------------------------------------------------ who is alike
 
@@ -81,7 +86,7 @@ class Clustered(Method):
         if self.clusters >= n:
             alone = _grouping.ranks(call.mask.query_rows(q).unsqueeze(1)).expand(b, h, n)
             return alone, alone, n
-        where = self._space(d, self._form(k, h, call), call, q.device)
+        where = self._space(q, valid, self._form(k, h, call), call)
         points = where.points(q, call)
         labels = call.ops.nearest(points, self._centres(points, valid, where, call))
         if valid is not None:
@@ -104,6 +109,7 @@ class Clustered(Method):
     def _by_block(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         """Centroids for every block but the first, numbered block by block."""
         b, h, n, d = q.shape
+        assert self.block is not None  # filled in by `at`
         blocks = (n + self.block - 1) // self.block
         nobody = torch.full((b, h, n), -1, dtype=torch.int64, device=q.device)
         if blocks <= 1:
@@ -119,7 +125,7 @@ class Clustered(Method):
             keys, real = F.pad(k, (0, 0, absent, 0)), F.pad(call.mask.key_rows(q), (absent, 0))
             first = call.mask.offset + absent + self.block
             form = _grouping.prefix_covariances(keys, real, h, first, self.block, blocks - 1)
-        where = self._space(d, form, call, q.device)
+        where = self._space(x[:, :, source], valid[:, :, source], form, call)
         points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
         centres = self._centres(points, valid[:, :, source], where, call)
         clusters = centres.right.shape[-2]
@@ -138,8 +144,10 @@ class Clustered(Method):
         answered = call.ops.nearest(where.points(x[:, :, 1:], call), centres)
         return numbered(answered, valid[:, :, 1:], 1, 0), made, (blocks - 1) * clusters
 
-    def _space(self, d: int, form: Tensor | None, call: Call, device: torch.device) -> _grouping.Space:
-        return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, call, device)
+    def _space(self, x: Tensor, valid: Tensor | None, form: Tensor | None, call: Call) -> _grouping.Space:
+        d = x.shape[-1]
+        centre = _grouping.mean(x, valid) if self.width(d) < d and self.metric == "keys" else None
+        return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, centre, call, x.device)
 
     def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:
         return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)
@@ -149,45 +157,61 @@ class Clustered(Method):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Clusters)
         if groups.counts.shape[-1] == 0:
-            return own_block(q, k, v, self.block, call)
+            return own_block(q, k, v, self.block or q.shape[2], call)
         means, clusters, members = groups.means, groups.counts.shape[-1], groups.members
         if not call.fresh:
             members = call.ops.members(groups.member_of, clusters, q)
             means, _ = call.ops.means(q, groups.member_of, clusters, members=members)
         if not call.mask.causal:
-            return self._answer(q, k, v, means, groups.labels, members, call, (0, 0, 0))
+            return self._answer(q, k, v, replace(groups, means=means, members=members), call, (0, 0, 0))
         if self.centroids_from == "past":  # those who listen to a centroid are not those who formed it
             members = call.ops.members(groups.labels, clusters, q)
+        assert self.block is not None
         blocks = (q.shape[2] + self.block - 1) // self.block
         reach = (means.shape[2] // (blocks - 1), call.mask.offset + self.block, self.block)
-        before = self._answer(q, k, v, means, groups.labels, members, replace(call, lse=True), reach)
+        groups = replace(groups, means=means, members=members)
+        before = self._answer(q, k, v, groups, replace(call, lse=True), reach)
         return merge(own_block(q, k, v, self.block, call), before)
 
     def _answer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        means: Tensor,
-        labels: Tensor,
-        members: Members | None,
-        call: Call,
-        reach: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
     ) -> Attended:
         """Everybody hears the centroid; the log-weight, when wanted, is the tangent at the centroid (see Refined)."""
+        means, labels = groups.means, groups.labels
         found: Coarse = call.ops.coarse(means, k, v, call.mask, call.scale, top=0, tangent=call.lse, blocks=reach)
-        broadcast = call.ops.broadcast
-        out = broadcast(found.far.out.to(v.dtype), labels, members=members)
+        broadcast, level = call.ops.broadcast, found.lse.squeeze(3)
+        out = broadcast(found.out.squeeze(3).to(v.dtype), labels, members=groups.members)
         if not call.lse:
-            return Attended(out, found.far.lse.new_zeros(()).expand(labels.shape))  # nobody will look
-        lse = found.far.lse - (wide(means) * found.mean_key).sum(-1) * call.scale
+            return Attended(out, level.new_zeros(()).expand(labels.shape))  # nobody will look
+        key = found.mean_key.squeeze(3)
+        lse = level - (wide(means) * key).sum(-1) * call.scale
         lse = torch.where(labels < 0, NEVER, broadcast(lse, labels))
-        return Attended(out, lse + (wide(q) * broadcast(found.mean_key, labels)).sum(-1) * call.scale)
+        return Attended(out, lse + (wide(q) * broadcast(key, labels)).sum(-1) * call.scale)
 
     # ------------------------------------------------------------------ what it costs
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
-        return self._grouping_cost(n, m, d) + min(self.clusters, n) * m * (d + e)
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        filled = self.at(n, m, d, e, causal=causal, group=group)
+        if not causal:
+            return filled._grouping_cost(n, m, d) + filled._attending_cost(n, min(filled.clusters, n), m, d, e)
+        return filled._causal_cost(n, m, d, e)
+
+    def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
+        """n queries in c clusters over m keys."""
+        return c * m * (d + e)
+
+    def _causal_cost(self, n: int, m: int, d: int, e: int) -> int:
+        """Blocks of queries: exact among themselves (the lower triangle), by centroids over all keys before."""
+        assert self.block is not None
+        block, before = min(self.block, n), max(m - n, 0)
+        blocks = -(-n // block)
+        own = n * (block + 1) // 2 * (d + e) + block * before * (d + e)
+        c = min(self.clusters, block)
+        far = sum(self._attending_cost(block, c, before + j * block, d, e) for j in range(1, blocks))
+        twice = 2 if self.centroids_from == "past" else 1  # those who listen are not those who formed the centroids
+        w = self.width(d)
+        grouping = (blocks - 1) * (self._grouping_cost(block, block, d) + (twice - 1) * block * c * w)
+        return own + far + grouping
 
     def width(self, d: int) -> int:
         """Of the points that k-means sees."""

@@ -53,7 +53,7 @@ class ClusterFormer(Method):
     mu, nu       weights of the clustering loss L1 and the sorting loss L2 in the joint loss of the modules (eq. 17),
     balance      and of how uneven the clusters' soft sizes are, which is not in the paper. With 0 it is not computed
     fade         updates over which the modules let these weights fall to 0; with 0 they stay
-    hand_on      the modules give a layer the centroids that the one before it updated; or each layer trains its own
+    pass_on      the modules give a layer the centroids that the one before it updated; or each layer trains its own
     """
 
     name: ClassVar[str] = "clusterformer"
@@ -77,7 +77,7 @@ class ClusterFormer(Method):
     nu: float = 0.1
     balance: float = 0.0
     fade: int = 0
-    hand_on: bool = True
+    pass_on: bool = True
 
     def __post_init__(self) -> None:
         check_whole("ClusterFormer", blocks=self.blocks)
@@ -121,21 +121,19 @@ class ClusterFormer(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        if not self.affinity and not self.straight:
-            return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
-        member = self._membership(q, call)  # (b g c n)
-        if self.affinity:  # as so many more features of queries and keys: no verb needs to know of it
+        member = self._membership(q, call) if self.affinity or self.straight else None  # (b g c n)
+        if member is not None and self.affinity:  # as so many more features of queries and keys: no verb knows of it
             if k.shape[1] != q.shape[1]:
                 k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
             more = member.mT.to(q.dtype).expand(*q.shape[:3], -1)
             q, k = torch.cat([q, more * (self.affinity / call.scale)], -1), torch.cat([k, more], -1)
         answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
-        if self.straight:
+        if member is not None and self.straight:
             best = member.amax(2).unsqueeze(-1)
             answer = Attended(answer.out * (1 + best - best.detach()).to(answer.out.dtype), answer.lse)
         return answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
         return 2 * n * c * d + n * min(self.blocks * -(-n // c), n) * (d + e)
 

@@ -66,5 +66,5 @@ class Exact(Method):
         lse = logits.logsumexp(-1)
         return lse if blind is None else lse.masked_fill(blind.squeeze(-1), NEVER)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         return n * m * (d + e)

@@ -3,13 +3,15 @@ answer on the rest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Members
+from .._types import Attended, Call, Clusters
+from ..ops._chunks import wide
+from . import _grouping
 from .clustered import Clustered
 
 MASSES = ("cluster", "softmax", "tangent")
@@ -23,6 +25,8 @@ class Improved(Clustered):
              (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the
              centroid
     detach_mass  treat the near keys' share as a constant in backward, as the old code did (mass="cluster" only)
+    parts    with mass="tangent": the far keys fall into so many parts, each averaged and weighed by itself
+    slope    with mass="tangent": the far values move with the query to first order, by one matrix per head
     """
 
     name: ClassVar[str] = "improved"
@@ -30,33 +34,65 @@ class Improved(Clustered):
     top: int = 32
     mass: str = "cluster"
     detach_mass: bool = False
+    parts: int = 1
+    slope: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(type(self).__name__, top=self.top)
-        check_choice(type(self).__name__, "mass", self.mass, MASSES)
+        who = type(self).__name__
+        if self.parts is not None:
+            check_whole(who, parts=self.parts)
+        if self.top is not None and self.top != 0:
+            check_whole(who, top=self.top)
+        check_choice(who, "mass", self.mass, MASSES)
         if self.detach_mass and self.mass != "cluster":
             raise bad_value('detach_mass with mass="cluster"', f"mass={self.mass!r}", "detach_mass=False")
+        if self.mass != "tangent" and (self.parts != 1 or self.slope or self.top == 0):
+            got = f"mass={self.mass!r}, parts={self.parts}, slope={self.slope}, top={self.top}"
+            wanted = f'{who}(parts=…, slope=… or top=0) with mass="tangent"'
+            raise bad_value(wanted, got, 'mass="tangent", or ca.Refined')
+
+    def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
+        clusters, _ = super().group(q, k, call)
+        if self.parts == 1:
+            return clusters, None
+        if call.mask.causal:
+            raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
+        if call.values is None:
+            raise bad_value("the values as well: keys are grouped beside them", "v=None", "ca.groups(q, k, v, ...)")
+        count, v = self.parts, call.values
+        steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
+        made = _grouping.parts(q.detach(), k.detach(), v, clusters, count, steps, self.start, sample, call)
+        return replace(clusters, parts=made), None
 
     def _answer(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        means: Tensor,
-        labels: Tensor,
-        members: Members | None,
-        call: Call,
-        reach: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
     ) -> Attended:
         answer: Attended = call.ops.near_and_far(
-            q, means, k, v, labels, call.mask, call.scale,
-            top=self.top, mass=self.mass, detach_mass=self.detach_mass, blocks=reach, members=members,
+            q, groups.means, k, v, groups.labels, call.mask, call.scale,
+            top=self.top, mass=self.mass, detach_mass=self.detach_mass, parts=groups.parts,
+            shares=self._shares(groups, reach[0]) if self.slope else None, blocks=reach, members=groups.members,
         )  # fmt: skip
         return answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def _shares(self, groups: Clusters, per: int) -> Tensor:
+        """Each cluster's share of the queries, of its own block in a causal call."""
+        by_block = groups.counts.unflatten(-1, (-1, per or groups.counts.shape[-1])).to(wide(groups.means).dtype)
+        return (by_block / by_block.sum(-1, keepdim=True).clamp(min=1)).flatten(-2)
+
+    def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
         tangent = self.mass == "tangent"
-        near = min(self.top, m) + (self.mass != "cluster")
-        centroids = min(self.clusters, n) * m * (d + e + (d if tangent else 0))
-        return self._grouping_cost(n, m, d) + centroids + n * near * (d + e)
+        keys = min(self.top, m) + (self.mass != "cluster") * min(self.parts, m)
+        centroids = c * m * (d + e + (d if tangent else 0))
+        slope = (n + m + c * min(self.parts, m)) * d * e if self.slope else 0
+        return centroids + n * keys * (d + e) + slope + self._parts_cost(n, c, m, d, e)
+
+    def _parts_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
+        """Grouping the keys beside their values."""
+        if self.parts == 1 or self.parts >= m:
+            return 0
+        train = min(self.sample or m, m)
+        assigned = (self.steps - 1) * train + m
+        metric = min(self.sample or n, n) * d * d + train * (d * d + e * e)
+        pool = min(_grouping.FAR_POOL * self.parts, m) if self.start == "far" else 0
+        return metric + (assigned + pool) * self.parts * (d + e) + (self.steps * self.parts + pool) * (d + e) ** 2

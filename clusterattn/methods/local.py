@@ -43,5 +43,5 @@ class Local(Method):
         left, right = self._reach(call.mask)
         return call.ops.bucketed(q, k, v, groups, call.mask, call.scale, left=left, right=right)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         return n * min(self.window, m) * (d + e)

@@ -31,5 +31,5 @@ class OracleTop(Method):
         assert isinstance(groups, Buckets)
         return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         return n * m * d + n * min(self.top, m) * (d + e)

@@ -1,26 +1,67 @@
-"""Refined clustered attention (ours): Improved with a better grouping and a better weight for the far part."""
+"""Refined clustered attention (ours): Improved with a better grouping, and the far keys to first order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
+from .._errors import bad_value
+from . import budgets
 from .improved import Improved
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SIZES = ("clusters", "top", "parts", "slope", "steps", "sample", "rank")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refined(Improved):
-    """Three changes, each measured on real models:
+    """Five changes to Improved, each measured on real models:
 
     metric="keys"   k-means measures the distance between queries as the keys see it: no hashing, S = Cov(K) per head
     start="far"     it starts from queries that lie far apart, since outlying queries matter most
     mass="tangent"  the far part weighs lse_far(c) + scale (q - c) . k_far(c) for query q: log-sum-exp to first order.
                     Convexity keeps that below the truth, so lse(Refined) <= lse(Exact)
+    parts           the far keys fall into parts, by k-means of keys beside their values: every cluster sees each part
+                    as one virtual key. A part for every key is exact attention
+    slope           the far values move with the query to first order as well: out += scale w_far(q) (q - c) M with one
+                    matrix M per head
+
+    Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)``;
+    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included.
     """
 
     name: ClassVar[str] = "refined"
 
-    steps: int = 5
+    clusters: int | None = None  # type: ignore[assignment]
+    top: int | None = None  # type: ignore[assignment]
+    parts: int | None = None  # type: ignore[assignment]
+    slope: bool | None = None  # type: ignore[assignment]
+    steps: int | None = None  # type: ignore[assignment]
     metric: str = "keys"
     start: str = "far"
     mass: str = "tangent"
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget is None:
+            return
+        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)) or not self.budget > 0:
+            raise bad_value("Refined(budget=a share of exact attention > 0)", f"budget={self.budget!r}", "budget=0.05")
+        if all(getattr(self, name) is not None for name in SIZES[:4]):
+            given = ", ".join(f"{name}={getattr(self, name)}" for name in SIZES[:4])
+            raise bad_value("a budget, or all sizes", f"budget={self.budget} beside {given}", "leaving out one of them")
+
+    def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
+        shape = budgets.Shape(n, m, d, e, causal, group)
+        given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
+        if causal and given.get("parts", 1) != 1:
+            raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
+        if len(given) < len(SIZES):
+            return replace(self, **budgets.fill(self, given, shape), budget=None)._with_block(n, causal)
+        return self._with_block(n, causal)
+
+    def _with_block(self, n: int, causal: bool) -> Self:
+        return self if self.block is not None or not causal else replace(self, block=budgets.block(n, self.clusters))

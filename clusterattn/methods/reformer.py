@@ -53,7 +53,7 @@ class Reformer(Method):
         )
         return answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         hashing = n * d * -(-n // self.chunk)
         return self.rounds * (hashing + n * min(2 * self.chunk, n) * (d + e))
 

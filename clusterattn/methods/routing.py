@@ -13,10 +13,9 @@ from .._errors import bad_value, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops import draw, tables
 from ..ops._chunks import wide
-from ..ops.fine import TILE
-from ._shared import or_self
 
 FIRST_STEPS = 5  # k-means steps where a call starts from its own data
+TILE = 32  # queries of one centroid that attend together
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,12 @@ class Routing(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        answer = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
-        return or_self(answer, q, k, v, call) if call.mask.causal else answer
+        answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        if call.mask.causal:
+            answer = call.ops.itself_at_least(answer, q, k, v, call.mask, call.scale)
+        return answer
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c, w = self.clusters or -(-n // self.window), min(self.window, m)
         grouping = (FIRST_STEPS + 1) * (n + m) * c * d
         return grouping + (c * min(self.window, n) + n) * w * (d + e)

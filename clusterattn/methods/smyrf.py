@@ -13,9 +13,6 @@ from torch import Tensor
 from .._errors import check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops._chunks import wide
-from ..ops.hashing.reference import lifts
-
-__all__ = ["Smyrf", "lifts"]
 
 TRANSFORMS = ("asymmetric", "e2lsh", "crosspolytope")
 
@@ -94,7 +91,7 @@ class Smyrf(Method):
         # bucket still counts at least once.
         return mine, torch.where(mine < 0, mine, mine + 1), home(groups.keys, m)
 
-    def cost(self, n: int, m: int, d: int, e: int) -> int:
+    def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         most = max(-(-n // self.q_seats), -(-m // self.k_seats))
         pairs = most * -(-n // most) * -(-m // most)
         width = d * most if self.transform == "crosspolytope" else d + 2

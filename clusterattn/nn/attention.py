@@ -112,9 +112,7 @@ class MultiheadAttention(nn.Module):
         same |= {name: getattr(trained, name) for name in ("kdim", "vdim", "batch_first", "dropout")}
         ours = cls(trained.embed_dim, trained.num_heads, method, **(same | options))
         if ours.k_proj is None:
-            raise bad_value(
-                "room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer"
-            )
+            raise bad_value("room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer")
         inward = (ours.q_proj, ours.k_proj, ours.v_proj)
         stacked: Tensor | None = trained.in_proj_weight  # None where kdim or vdim differ
         apart = (trained.q_proj_weight, trained.k_proj_weight, trained.v_proj_weight)

@@ -38,7 +38,7 @@ class NeuralClusters:
     """What stacks of ClusterFormer layers share, encoders and decoders: their centroids and the joint loss (eq. 17).
 
     A mixin of modules. The first layer takes the trained centroids (clusters embed_dim), every other one those that the
-    layer before it updated for each sequence (eq. 3); with ``hand_on=False`` every layer trains its own."""
+    layer before it updated for each sequence (eq. 3); with ``pass_on=False`` every layer trains its own."""
 
     clustering: ClusterFormer
     centroids: nn.Parameter | None
@@ -49,7 +49,7 @@ class NeuralClusters:
         assert isinstance(self, nn.Module)
         assert method.clusters is not None
         here = {name: options.get(name) for name in ("device", "dtype")}
-        many = () if method.hand_on else (layers,)
+        many = () if method.pass_on else (layers,)
         empty = torch.empty(*many, method.clusters, embed_dim, **here)
         self.clustering = method
         self.centroids = nn.Parameter(nn.init.normal_(empty, std=embed_dim**-0.5))
@@ -58,7 +58,7 @@ class NeuralClusters:
 
     def state_for(self, layer: int, before: ClusterFormerState | None) -> ClusterFormerState:
         assert self.centroids is not None
-        if self.clustering.hand_on:
+        if self.clustering.pass_on:
             return before or ClusterFormerState(self.centroids)
         return ClusterFormerState(self.centroids[layer])
 

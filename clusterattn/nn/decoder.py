@@ -34,9 +34,13 @@ class DecoderLayer(Frame):
         self.cluster_proj = ClusterMap(embed_dim, own, **here) if isinstance(own, ClusterFormer) else None
 
     def forward(
-        self, x: Tensor, memory: Tensor, key_mask: Tensor | None, memory_mask: Tensor | None,
+        self,
+        x: Tensor,
+        memory: Tensor,
+        key_mask: Tensor | None,
+        memory_mask: Tensor | None,
         state: ClusterFormerState | None = None,
-    ) -> tuple[Tensor, ClusterFormerState | None]:  # fmt: skip
+    ) -> tuple[Tensor, ClusterFormerState | None]:
         """x (b n embed_dim), memory (b m embed_dim), masks (b n) and (b m); with ClusterFormer its state."""
         y, more = self.enter(x), dict[str, Any]()
         if self.cluster_proj is not None:
@@ -65,9 +69,18 @@ class Decoder(NeuralClusters, nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, heads: int, layers: int, method: MethodSpec = "refined", *, length: int = 512,
-        norm_first: bool = True, final_norm: bool | None = None, seed: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        heads: int,
+        layers: int,
+        method: MethodSpec = "refined",
+        *,
+        length: int = 512,
+        norm_first: bool = True,
+        final_norm: bool | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__()
         check_whole("Decoder", layers=layers)
         chosen = as_method(method)

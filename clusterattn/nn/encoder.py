@@ -52,9 +52,7 @@ class Frame(nn.Module):
     def attend(self, x: Tensor, key_mask: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
         """Self-attention in which padding is neither asked nor heard: the answer and the new state."""
         causal = self.attention.causal
-        out, _, state = self.attention.attend(
-            x, x, x, key_mask=key_mask, query_mask=key_mask, causal=causal, **options
-        )
+        out, _, state = self.attention.attend(x, x, x, key_mask=key_mask, query_mask=key_mask, causal=causal, **options)
         return out, state
 
     def leave(self, x: Tensor, answer: Tensor) -> Tensor:
@@ -112,9 +110,7 @@ class Encoder(nn.Module):
             got = f"{len(methods)} methods"
             raise bad_value(f"one method, or one for each of {layers} layers", got, f"layers={len(methods)}")
         self.layers = nn.ModuleList(
-            EncoderLayer(
-                embed_dim, heads, each, norm_first=norm_first, seed=seed + at, **options
-            )  # draws of its own
+            EncoderLayer(embed_dim, heads, each, norm_first=norm_first, seed=seed + at, **options)  # draws of its own
             for at, each in enumerate(methods)
         )
         self.norm = last_norm(embed_dim, norm_first if final_norm is None else final_norm, options)

@@ -35,9 +35,7 @@ def dense(
     b, h, n, m = shape
     exact = method.name == "exact"
     if tuple(given.shape) not in ((n, m), (b * h, n, m)):
-        raise bad_value(
-            f"attn_mask ({n} {m}) or ({b * h} {n} {m})", tuple(given.shape), "key_padding_mask for padding"
-        )
+        raise bad_value(f"attn_mask ({n} {m}) or ({b * h} {n} {m})", tuple(given.shape), "key_padding_mask for padding")
     if given.dtype != torch.bool and not given.is_floating_point():
         raise bad_type("attn_mask bool (True = hidden), or a float bias", given.dtype, "attn_mask.bool()")
     if is_causal or (causal and not exact):

@@ -51,9 +51,9 @@ class Grouping:
 def watched(model: nn.Module) -> Iterator[list[Grouping]]:
     """Every forward inside adds what each ClusterFormer layer of the model did to the list::
 
-        with torch.no_grad(), ca.nn.watched(model) as seen:
-            model(batch)
-        print(*seen, sep="\\n")
+    with torch.no_grad(), ca.nn.watched(model) as seen:
+        model(batch)
+    print(*seen, sep="\\n")
     """
     seen: list[Grouping] = []
     hooks = []

@@ -27,7 +27,7 @@ from ..measure.tasks import real_rows, trunk
 from ..methods import Exact, Local, Refined
 
 if TYPE_CHECKING:
-    from ..hf import Call
+    from ..hf import LayerCall
 
 Output = Callable[[Any, Mapping[str, Tensor]], Tensor]
 NEAR_BATCHES = 2  # batches on which every candidate answers in every layer
@@ -48,10 +48,10 @@ def hidden_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     core = model if decodes else getattr(model, "base_model", model)
     watch = core.register_forward_hook(lambda module, inputs, out: seen.append(_last(out)))
     try:
-        said = model(**batch)
+        answer = model(**batch)
     finally:
         watch.remove()
-    return real_rows(seen[0] if seen else _last(said), None if decodes else tokens)
+    return real_rows(seen[0] if seen else _last(answer), None if decodes else tokens)
 
 
 def _last(out: Any) -> Tensor:
@@ -181,7 +181,7 @@ class Bench:
         """The layers that a method can serve, with the sequences they meet. Also keeps the exact output."""
         layers: dict[str, Layer] = {}
 
-        def look(name: str, call: Call) -> None:
+        def look(name: str, call: LayerCall) -> None:
             if name in self.names:
                 met = costs.shapes(call.q, call.k, call.v, call.key_mask, call.query_mask, call.causal)
                 layers.setdefault(name, Layer(call.q.shape[1])).shapes.extend(met)
@@ -196,7 +196,7 @@ class Bench:
         for number, batch in enumerate(self.batches[:NEAR_BATCHES]):
             keys = {name: f"near {number} {name} {asked[name]}" for name in layers}
 
-            def look(name: str, call: Call, keys: Mapping[str, str] = keys) -> None:
+            def look(name: str, call: LayerCall, keys: Mapping[str, str] = keys) -> None:
                 if name in layers:
                     tell(name)
                     self.memory.recall(keys[name], lambda: self._near(call, layers[name].candidates))
@@ -212,7 +212,7 @@ class Bench:
             if self.cost == "multiply-adds":
                 layer.cost = [costs.of_layer(each, 1, layer.shapes) for each in layer.candidates]
 
-    def _near(self, call: Call, candidates: Sequence[Method]) -> dict[str, Any]:
+    def _near(self, call: LayerCall, candidates: Sequence[Method]) -> dict[str, Any]:
         assert call.out is not None
         exact = call.out.double()
         return {
@@ -221,7 +221,7 @@ class Bench:
             "seconds": self._seconds(call, candidates) if self.cost == "time" else None,
         }
 
-    def _seconds(self, call: Call, candidates: Sequence[Method]) -> Any:
+    def _seconds(self, call: LayerCall, candidates: Sequence[Method]) -> Any:
         """Of one call of each candidate, taken in turns; layers of one shape take the same time."""
         shape = [*call.q.shape, *call.k.shape, *call.v.shape, call.causal, call.key_mask is None]
 
@@ -258,7 +258,7 @@ def _digest(words: Any) -> str:
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _squares(x: Tensor, call: Call) -> list[float]:
+def _squares(x: Tensor, call: LayerCall) -> list[float]:
     rows = x.square().sum(-1)  # (b h n)
     if call.query_mask is not None:
         rows = torch.where(call.query_mask[:, None], rows, 0.0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from .._errors import bad_value, check_choice
 from .._extras import need
 from .._plan import LayerPlan, Plan
+from .._progress import Tick
 from .._rows import environment, hardware
 from .._types import Method
 from ..measure import cost as costs
@@ -44,7 +45,6 @@ from .bench import (
     usual_candidates,
 )
 
-Tick = Callable[[str, int], object]  # what is being measured now, and how many steps there are in all
 COSTS = ("multiply-adds", "time")
 BISECTIONS = 10
 HEADS_PAY = 0.02  # of a layer's exact cost: what it must save that heads of one layer are treated differently
@@ -131,9 +131,14 @@ class Search:
     """From measurements to a plan."""
 
     def __init__(
-        self, bench: Bench, tolerance: float, given: Sequence[Method] | None, by_head: bool, strict: bool,
+        self,
+        bench: Bench,
+        tolerance: float,
+        given: Sequence[Method] | None,
+        by_head: bool,
+        strict: bool,
         tick: Tick | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.bench, self.tolerance, self.given, self.by_head, self.strict = bench, tolerance, given, by_head, strict
         self.tick = tick
         self.layers: dict[str, Layer] = {}

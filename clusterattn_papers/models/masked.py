@@ -26,9 +26,17 @@ class Body(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, method: MethodSpec, *, dim: int = 256, heads: int = 4, layers: int = 4,
-        length: int = 128, dropout: float = 0.1, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        vocabulary: int,
+        method: MethodSpec,
+        *,
+        dim: int = 256,
+        heads: int = 4,
+        layers: int = 4,
+        length: int = 128,
+        dropout: float = 0.1,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.words, self.kinds = nn.Embedding(vocabulary, dim), nn.Embedding(2, dim)
         for table in (self.words, self.kinds):

@@ -32,9 +32,14 @@ class Pretrained(nn.Module):
     """
 
     def __init__(
-        self, weights: str | Path, labels: int, method: MethodSpec = "exact", *, pool: str = "first",
+        self,
+        weights: str | Path,
+        labels: int,
+        method: MethodSpec = "exact",
+        *,
+        pool: str = "first",
         dropout: float = 0.1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check_choice("Pretrained", "pool", pool, POOLS)
         self.encoder, self.pool = encoder(weights), pool
@@ -79,14 +84,18 @@ def encoder(weights: str | Path) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     try:
-        model, told = transformers.AutoModel.from_pretrained(
-            weights, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        model, loading = transformers.AutoModel.from_pretrained(
+            weights,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
-        )  # fmt: skip
+        )
     except OSError as error:
         wanted = "a model whose weights are safetensors"
         raise bad_value(wanted, f"{weights} ({str(error).splitlines()[0][:160]})", "another folder") from None
-    lacking = sorted(key for key in told["missing_keys"] if not key.startswith("pooler."))  # nobody asks the pooler
+    lacking = sorted(key for key in loading["missing_keys"] if not key.startswith("pooler."))  # nobody asks the pooler
     if lacking:
         wanted = f"weights for all of {type(model).__name__}"
         raise bad_value(wanted, f"{weights} without {lacking[0]}", "another model")
@@ -116,13 +125,23 @@ def tiny(folder: Path, words: Sequence[str], *, positions: int = 128, seed: int 
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=marks
     )
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=pieces, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        model_max_length=positions, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    ).save_pretrained(folder)  # fmt: skip
+        tokenizer_object=pieces,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=positions,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)
     config = transformers.BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=positions, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=positions,
+        initializer_range=0.2,
+    )
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)

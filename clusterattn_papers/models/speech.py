@@ -26,18 +26,37 @@ class SpeechEncoder(nn.Module):
     """
 
     def __init__(
-        self, method: MethodSpec, features: int, symbols: int, *, dim: int = 192, heads: int = 6, layers: int = 6,
-        feedforward: int = 768, dropout: float = 0.1, reach: int = 0, hidden: float = 0.0, shared_qk: bool = False,
-        length: int = 800, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        method: MethodSpec,
+        features: int,
+        symbols: int,
+        *,
+        dim: int = 192,
+        heads: int = 6,
+        layers: int = 6,
+        feedforward: int = 768,
+        dropout: float = 0.1,
+        reach: int = 0,
+        hidden: float = 0.0,
+        shared_qk: bool = False,
+        length: int = 800,
+        **options: Any,
+    ) -> None:
         super().__init__()
         check_whole("SpeechEncoder", features=features, symbols=symbols, dim=dim)
         self.enter = nn.Conv1d(features, dim, 2 * reach + 1, padding=reach)
         self.positions, self.dropout, self.hidden = Positions(dim), nn.Dropout(dropout), hidden
         self.stack = Stack(
-            method, dim, heads, layers, length=length, feedforward=feedforward, dropout=dropout, shared_qk=shared_qk,
+            method,
+            dim,
+            heads,
+            layers,
+            length=length,
+            feedforward=feedforward,
+            dropout=dropout,
+            shared_qk=shared_qk,
             **options,
-        )  # fmt: skip
+        )
         self.leave = nn.Linear(dim, symbols + 1)
         with torch.no_grad():  # most frames say nothing: CTC learns that first, and slowly
             self.leave.bias[-1] = math.log(symbols * PER_SYMBOL)

@@ -25,9 +25,17 @@ class Tagger(nn.Module):
     """
 
     def __init__(
-        self, symbols: int, labels: int, method: MethodSpec = "refined", *, dim: int = 192, heads: int = 6,
-        layers: int = 4, length: int = 512, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        symbols: int,
+        labels: int,
+        method: MethodSpec = "refined",
+        *,
+        dim: int = 192,
+        heads: int = 6,
+        layers: int = 4,
+        length: int = 512,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(symbols, dim)
         nn.init.normal_(self.embedding.weight, std=SYMBOLS)

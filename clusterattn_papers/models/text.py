@@ -20,9 +20,19 @@ class Reader(nn.Module):
     """
 
     def __init__(
-        self, words: int, method: MethodSpec, *, dim: int, heads: int, layers: int, length: int,
-        dropout: float, words_dropout: float, start: Tensor | None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        words: int,
+        method: MethodSpec,
+        *,
+        dim: int,
+        heads: int,
+        layers: int,
+        length: int,
+        dropout: float,
+        words_dropout: float,
+        start: Tensor | None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         width = dim if start is None else start.shape[1]
         self.words = nn.Embedding(words, width, padding_idx=0)
@@ -46,15 +56,33 @@ class Classifier(nn.Module):
     """One text, one label."""
 
     def __init__(
-        self, words: int, classes: int, method: MethodSpec = "refined", *, dim: int = 128, heads: int = 4,
-        layers: int = 2, length: int = 512, dropout: float = 0.1, words_dropout: float = 0.3,
-        start: Tensor | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        words: int,
+        classes: int,
+        method: MethodSpec = "refined",
+        *,
+        dim: int = 128,
+        heads: int = 4,
+        layers: int = 2,
+        length: int = 512,
+        dropout: float = 0.1,
+        words_dropout: float = 0.3,
+        start: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.reader = Reader(
-            words, method, dim=dim, heads=heads, layers=layers, length=length, dropout=dropout,
-            words_dropout=words_dropout, start=start, **options,
-        )  # fmt: skip
+            words,
+            method,
+            dim=dim,
+            heads=heads,
+            layers=layers,
+            length=length,
+            dropout=dropout,
+            words_dropout=words_dropout,
+            start=start,
+            **options,
+        )
         self.head = nn.Sequential(nn.Dropout(words_dropout), nn.Linear(dim, classes))
 
     def forward(self, tokens: Tensor, key_mask: Tensor) -> Answer:
@@ -67,19 +95,40 @@ class PairClassifier(nn.Module):
     """Two texts, one label: both read by the same reader, then compared."""
 
     def __init__(
-        self, words: int, classes: int, method: MethodSpec = "refined", *, dim: int = 192, heads: int = 6,
-        layers: int = 1, length: int = 64, dropout: float = 0.1, words_dropout: float = 0.3,
-        start: Tensor | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        words: int,
+        classes: int,
+        method: MethodSpec = "refined",
+        *,
+        dim: int = 192,
+        heads: int = 6,
+        layers: int = 1,
+        length: int = 64,
+        dropout: float = 0.1,
+        words_dropout: float = 0.3,
+        start: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.reader = Reader(
-            words, method, dim=dim, heads=heads, layers=layers, length=length, dropout=dropout,
-            words_dropout=words_dropout, start=start, **options,
-        )  # fmt: skip
+            words,
+            method,
+            dim=dim,
+            heads=heads,
+            layers=layers,
+            length=length,
+            dropout=dropout,
+            words_dropout=words_dropout,
+            start=start,
+            **options,
+        )
         self.head = nn.Sequential(
-            nn.Dropout(words_dropout), nn.Linear(4 * dim, dim), nn.GELU(), nn.Dropout(words_dropout),
+            nn.Dropout(words_dropout),
+            nn.Linear(4 * dim, dim),
+            nn.GELU(),
+            nn.Dropout(words_dropout),
             nn.Linear(dim, classes),
-        )  # fmt: skip
+        )
 
     def forward(self, tokens: Tensor, key_mask: Tensor) -> Answer:
         """tokens (b 2 n), key_mask (b 2 n) True = a real word."""

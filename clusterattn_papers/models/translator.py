@@ -28,10 +28,22 @@ class Translator(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, method: MethodSpec, *, dim: int = 256, heads: int = 4, layers: int = 3,
-        decoder_layers: int | None = None, feedforward: int | None = None, dropout: float = 0.1, length: int = 64,
-        padding: int = 0, start: int = 1, end: int = 2, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        vocabulary: int,
+        method: MethodSpec,
+        *,
+        dim: int = 256,
+        heads: int = 4,
+        layers: int = 3,
+        decoder_layers: int | None = None,
+        feedforward: int | None = None,
+        dropout: float = 0.1,
+        length: int = 64,
+        padding: int = 0,
+        start: int = 1,
+        end: int = 2,
+        **options: Any,
+    ) -> None:
         super().__init__()
         self.padding, self.start, self.end = padding, start, end
         self.embedding = nn.Embedding(vocabulary, dim)
@@ -83,8 +95,8 @@ class Translator(nn.Module):
             logits[:, [self.padding, self.start]] = NEVER
             return logits.log_softmax(-1)
 
-        room = source_mask.sum(1) * 3 // 2 + 10 if longest is None else torch.full_like(source[:, 0], longest)
-        return beam_search(after, room, start=self.start, end=self.end, beam=beam, penalty=penalty)
+        limit = source_mask.sum(1) * 3 // 2 + 10 if longest is None else torch.full_like(source[:, 0], longest)
+        return beam_search(after, limit, start=self.start, end=self.end, beam=beam, penalty=penalty)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         scale = math.sqrt(self.embedding.embedding_dim)
@@ -96,34 +108,34 @@ class Translator(nn.Module):
 
 
 def beam_search(
-    after: Callable[[Tensor], Tensor], room: Tensor, *, start: int, end: int, beam: int = 4, penalty: float = 1.0
+    after: Callable[[Tensor], Tensor], limit: Tensor, *, start: int, end: int, beam: int = 4, penalty: float = 1.0
 ) -> list[list[int]]:
     """The best sentence for each of b sources, as tokens between start and end.
 
     after     prefixes (b·beam n), the beams of a source one after another -> log-probabilities (b·beam words) of the
               next token
-    room      (b) how many tokens each may have, end included: there it must end
+    limit     (b) how many tokens each may have, end included: there it must end
     penalty   hypotheses are compared by log-probability / tokens ** penalty
 
     A hypothesis is finished when its end is among the ``beam`` best continuations; a source when it has ``beam``
     finished ones and no live one is ahead of the best of them. With one beam this is the greedy choice.
     """
     check_whole("beam_search", beam=beam)
-    if len(room) and int(room.min()) < 1:
-        raise bad_value("room for at least one token in every sentence", f"room={room.tolist()}", "longest=1 or more")
-    b, device = len(room), room.device
+    if len(limit) and int(limit.min()) < 1:
+        raise bad_value("room for at least one token in every sentence", f"limit={limit.tolist()}", "longest=1 or more")
+    b, device = len(limit), limit.device
     prefix = torch.full((b * beam, 1), start, device=device)
     score = torch.full((b, beam), NEVER, device=device)
     score[:, 0] = 0.0  # the beams begin as one
-    finished, done = torch.zeros_like(room), torch.zeros_like(room, dtype=torch.bool)
+    finished, done = torch.zeros_like(limit), torch.zeros_like(limit, dtype=torch.bool)
     best = torch.full((b,), NEVER, device=device)
-    found = torch.full((b, int(room.max()) if b else 0), end, device=device)
+    found = torch.full((b, int(limit.max()) if b else 0), end, device=device)
     for at in range(found.shape[1]):
-        told = after(prefix)
-        words = told.shape[-1]
-        told = (score.view(-1, 1) + told).view(b, beam, words)
-        last = (room == at + 1).view(-1, 1, 1) & (torch.arange(words, device=device) != end)
-        values, where = told.masked_fill(last, NEVER).flatten(1).topk(min(2 * beam, beam * words), -1)
+        scores = after(prefix)
+        words = scores.shape[-1]
+        scores = (score.view(-1, 1) + scores).view(b, beam, words)
+        last = (limit == at + 1).view(-1, 1, 1) & (torch.arange(words, device=device) != end)
+        values, where = scores.masked_fill(last, NEVER).flatten(1).topk(min(2 * beam, beam * words), -1)
         origin, token = where // words, where % words
         ends = token == end
         # finish: the best of those that end here, if it beats what was finished before
@@ -140,7 +152,7 @@ def beam_search(
         # go on: the best ``beam`` that do not end; 2 · beam candidates hold as many, since each beam ends but once
         score, kept = values.masked_fill(ends, NEVER).topk(beam, -1)
         ahead = score[:, 0] / (at + 1) ** penalty > best
-        done = done | (room == at + 1) | ((finished >= beam) & ~ahead)
+        done = done | (limit == at + 1) | ((finished >= beam) & ~ahead)
         if bool(done.all()):
             break
         rows = (origin.gather(1, kept) + torch.arange(b, device=device).unsqueeze(1) * beam).flatten()

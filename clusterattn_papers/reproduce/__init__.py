@@ -9,6 +9,7 @@ from ._experiment import Cell, Context, Experiment, Table, beside, chosen, sprea
 # one module for each group of experiments that share their work; a module lists its own in EXPERIMENTS
 MODULES: tuple[str, ...] = (
     "clustered_speech",
+    "clustered_speech_figures",
     "clustered_table4",
     "clustered_fig5",
     "clustered_fig8",

@@ -116,7 +116,7 @@ class Experiment(ABC):
 
 
 def beside(published: float | str | None, ours: Sequence[float], digits: int = 1, times: float = 1.0) -> str:
-    """"5.6 | 6.1 ± 0.2": the paper's, ours as mean and standard deviation over seeds."""
+    """ "5.6 | 6.1 ± 0.2": the paper's, ours as mean and standard deviation over seeds."""
     theirs = "–" if published is None else published if isinstance(published, str) else f"{published:.{digits}f}"
     return f"{theirs} | {spread(ours, digits, times)}"
 
@@ -128,15 +128,16 @@ def spread(ours: Sequence[float], digits: int = 1, times: float = 1.0) -> str:
     return mean if len(ours) == 1 else f"{mean} ± {times * statistics.stdev(ours):.{digits}f}"
 
 
-def apart(
-    rows: Sequence[Row], key: str, one: str, other: str, *, times: float = 100, **where: Any
-) -> list[float]:
+def apart(rows: Sequence[Row], key: str, one: str, other: str, *, times: float = 100, **where: Any) -> list[float]:
     """Differences in points between two methods, repetition by repetition: the same split, the same seed."""
     values = [
-        {row["seed"]: row[key] for row in rows
-         if row["method"] == method and key in row and all(row[name] == value for name, value in where.items())}
+        {
+            row["seed"]: row[key]
+            for row in rows
+            if row["method"] == method and key in row and all(row[name] == value for name, value in where.items())
+        }
         for method in (one, other)
-    ]  # fmt: skip
+    ]
     return [times * (values[0][seed] - values[1][seed]) for seed in sorted(values[0]) if seed in values[1]]
 
 

@@ -25,8 +25,12 @@ def measured(make: Callable[[], Step], device: torch.device, seconds: float) -> 
         step()  # whatever has to be compiled
         memory = held + peak_memory(step, device)
         taken = timed(step, device, seconds=seconds)
-        row: Row = {"seconds": taken.seconds, "eager_seconds": taken.eager, "memory_bytes": memory,
-                    "timed": taken.repetitions}  # fmt: skip
+        row: Row = {
+            "seconds": taken.seconds,
+            "eager_seconds": taken.eager,
+            "memory_bytes": memory,
+            "timed": taken.repetitions,
+        }
         return row if taken.why_eager is None else {**row, "why_eager": taken.why_eager[:100]}
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):

@@ -11,7 +11,7 @@ PAPERS = "clusterformer"  # the paper's own name for what it shows; and the labe
 _FIRST: dict[str, Any] = {
     "scope": "shared", "similarity": "cosine", "sharpness": 1.0, "assign": "share", "compare": "updated",
     "spread": False, "trains": "all", "affinity": 0.0, "straight": False, "mu": 0.1, "nu": 0.1, "balance": 0.0,
-    "fade": 0, "hand_on": True,
+    "fade": 0, "pass_on": True,
 }  # fmt: skip
 _HEAD = _FIRST | {"scope": "head", "trains": "centroids"}
 READINGS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,7 @@ SAYS = {
     "clusterformer-off": "ClusterFormer, the same without L1 and L2",
     "clusterformer-task": "ClusterFormer, a grouping for each head that the task trains too (ours)",
 }
-TOLD = (
+READINGS_NOTE = (
     "ClusterFormer is read in several ways, each with rows of its own: one grouping for all heads, with losses whose "
     "gradient reaches all of the model (the first reading, which collapses); one for each head, with losses that train "
     "the centroids alone (the one chosen); the same without losses; and one for each head that the task trains too, by "

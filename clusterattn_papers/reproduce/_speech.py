@@ -50,7 +50,7 @@ def fits(evaluated: str, trained: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Config:
+class SpeechConfig:
     """``also``: (trained, layers), further models for the speed-accuracy figure, with one seed."""
 
     data: str | None = "an4"  # None: speech made up in code
@@ -81,29 +81,72 @@ class Config:
     seconds: float = 120.0
 
 
-SMALL = Config(steps=3000)
+SMALL = SpeechConfig(steps=3000)
 # What Figure 1 sweeps at the small scale: layers and clusters, with one seed. Not in the configuration: the rows that
 # are there carry its fingerprint.
-SWEPT: dict[Config, tuple[tuple[str, int], ...]] = {
+SWEPT: dict[SpeechConfig, tuple[tuple[str, int], ...]] = {
     SMALL: (
-        ("full", 2), ("full", 6), ("clustered-100", 6), ("improved-100", 2), ("improved-100", 6), ("refined-100", 6),
-        ("clustered-50", 4), ("clustered-200", 4), ("clustered-300", 4), ("improved-50", 4), ("improved-200", 4),
-        ("refined-50", 4), ("refined-200", 4),
+        ("full", 2),
+        ("full", 6),
+        ("clustered-100", 6),
+        ("improved-100", 2),
+        ("improved-100", 6),
+        ("refined-100", 6),
+        ("clustered-50", 4),
+        ("clustered-200", 4),
+        ("clustered-300", 4),
+        ("improved-50", 4),
+        ("improved-200", 4),
+        ("refined-50", 4),
+        ("refined-200", 4),
     ),
-}  # fmt: skip
-PAPER = Config(
-    also=(("full", 4), ("full", 6), ("improved-100", 6), ("improved-200", 6), ("improved-200", 9),
-          ("clustered-200", 9), ("clustered-300", 9)),
-    data="wsj", seeds=(0,), joinings=1, judged=1, layers=9, steps=None, epochs=200, evaluate=None, batch=10,
-    lr=1e-4, decay="plateau", precision="no", patience=20, seconds=300_000.0,
-)  # fmt: skip
-SMOKE = Config(
-    data=None, also=(("full", 2),), seeds=(0,), frames=40, joinings=1, judged=1, layers=1, dim=24, heads=2,
-    feedforward=32, top=4, steps=2, evaluate=1, batch=4, precision="no", seconds=1.0,
-)  # fmt: skip
+}
+PAPER = SpeechConfig(
+    also=(
+        ("full", 4),
+        ("full", 6),
+        ("improved-100", 6),
+        ("improved-200", 6),
+        ("improved-200", 9),
+        ("clustered-200", 9),
+        ("clustered-300", 9),
+    ),
+    data="wsj",
+    seeds=(0,),
+    joinings=1,
+    judged=1,
+    layers=9,
+    steps=None,
+    epochs=200,
+    evaluate=None,
+    batch=10,
+    lr=1e-4,
+    decay="plateau",
+    precision="no",
+    patience=20,
+    seconds=300_000.0,
+)
+SMOKE = SpeechConfig(
+    data=None,
+    also=(("full", 2),),
+    seeds=(0,),
+    frames=40,
+    joinings=1,
+    judged=1,
+    layers=1,
+    dim=24,
+    heads=2,
+    feedforward=32,
+    top=4,
+    steps=2,
+    evaluate=1,
+    batch=4,
+    precision="no",
+    seconds=1.0,
+)
 
 
-def task_of(config: Config, context: Context, seed: int) -> Speech:
+def task_of(config: SpeechConfig, context: Context, seed: int) -> Speech:
     if config.data is None:
         return invented(config.frames, config.joinings, seed)
     if config.data == "an4":
@@ -116,15 +159,18 @@ def task_of(config: Config, context: Context, seed: int) -> Speech:
 def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
     """Three phones, each a direction in feature space held for six frames, then two of silence."""
     dice = torch.Generator().manual_seed(0)
-    said = [torch.randint(3, (2,), generator=dice) for _ in range(24)]
+    phones = [torch.randint(3, (2,), generator=dice) for _ in range(24)]
     held = torch.tensor([1.0] * 6 + [0.0] * 2).repeat(2).unsqueeze(1)
-    heard = [torch.eye(5)[each].repeat_interleave(8, 0) * held for each in said]
-    spoken = [Recording(each + 0.1 * torch.randn(16, 5, generator=dice), phones)
-              for each, phones in zip(heard, said, strict=True)]  # fmt: skip
+    heard = [torch.eye(5)[each].repeat_interleave(8, 0) * held for each in phones]
+    spoken = [
+        Recording(sound + 0.1 * torch.randn(16, 5, generator=dice), each)
+        for sound, each in zip(heard, phones, strict=True)
+    ]
     splits: dict[str, Sequence[Recording]] = {
-        "train": joined(spoken[:16], frames, joinings, seed), "dev": joined(spoken[16:20], frames, 1, 0),
+        "train": joined(spoken[:16], frames, joinings, seed),
+        "dev": joined(spoken[16:20], frames, 1, 0),
         "test": joined(spoken[20:], frames, 1, 0),
-    }  # fmt: skip
+    }
     return Speech(splits, ["AA", "IY", "UW"], features=5, length=frames)
 
 
@@ -134,26 +180,34 @@ class Trained(Experiment):
 
     needs = ("an4",)
 
-    def check(self, config: Config, context: Context) -> None:
+    def check(self, config: SpeechConfig, context: Context) -> None:
         if config.data is not None:
             context.folder(config.data)
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: SpeechConfig) -> list[Cell]:
         wanted = [(name, config.layers, seed) for seed in config.seeds for name in config.trained]
         wanted += [(name, layers, config.seeds[0]) for name, layers in config.also + SWEPT.get(config, ())]
         slow = {"full": 1.0, "shared-full": 1.0, "lsh-1": 1.2}
         paces = dict.fromkeys((name, layers) for name, layers, _ in wanted)
         return [
-            *(Cell(f"{name}, {layers} layers, seed {seed}", {"trained": name, "layers": layers, "seed": seed},
-                   config.seconds * slow.get(name, 1.5) * layers / config.layers) for name, layers, seed in wanted),
-            *(Cell(f"pace of {name}, {layers} layers", {"trained": name, "layers": layers, "pace": True}, alone=True)
-              for name, layers in paces),
-        ]  # fmt: skip
+            *(
+                Cell(
+                    f"{name}, {layers} layers, seed {seed}",
+                    {"trained": name, "layers": layers, "seed": seed},
+                    config.seconds * slow.get(name, 1.5) * layers / config.layers,
+                )
+                for name, layers, seed in wanted
+            ),
+            *(
+                Cell(f"pace of {name}, {layers} layers", {"trained": name, "layers": layers, "pace": True}, alone=True)
+                for name, layers in paces
+            ),
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         return self._pace(cell, config, context) if "pace" in cell.settings else self._train(cell, config, context)
 
-    def _pace(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def _pace(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         """The time of an update's forward and backward pass over a batch of the mean length, and of an answer: neither
         depends on the weights."""
         device = context.device
@@ -171,28 +225,49 @@ class Trained(Experiment):
 
             return forward_backward(list(model.parameters()), answer) if training else torch.no_grad()(answer)
 
-        return [{"pass": which, "batch": config.batch, "frames": config.frames,
-                 **measured(functools.partial(make, which == TRAINING), device, PACE_SECONDS)}
-                for which in (TRAINING, ANSWERING)]  # fmt: skip
+        return [
+            {
+                "pass": which,
+                "batch": config.batch,
+                "frames": config.frames,
+                **measured(functools.partial(make, which == TRAINING), device, PACE_SECONDS),
+            }
+            for which in (TRAINING, ANSWERING)
+        ]
 
-    def _model(self, make: Callable[..., nn.Module], cell: Cell, config: Config, *given: Any) -> nn.Module:
+    def _model(self, make: Callable[..., nn.Module], cell: Cell, config: SpeechConfig, *given: Any) -> nn.Module:
         name, layers = cell.settings["trained"], cell.settings["layers"]
         return make(
-            spec(name, config.top), *given, dim=config.dim, heads=config.heads, layers=layers,
-            feedforward=config.feedforward, dropout=config.dropout, reach=config.reach, hidden=config.hidden,
+            spec(name, config.top),
+            *given,
+            dim=config.dim,
+            heads=config.heads,
+            layers=layers,
+            feedforward=config.feedforward,
+            dropout=config.dropout,
+            reach=config.reach,
+            hidden=config.hidden,
             shared_qk=name in SHARED,
-        )  # fmt: skip
+        )
 
-    def _train(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def _train(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         name, layers, seed = (cell.settings[key] for key in ("trained", "layers", "seed"))
         task = task_of(config, context, seed)
         torch.manual_seed(seed)
         model = self._model(task.model, cell, config)
         settings = Settings(
-            steps=config.steps, epochs=config.epochs, batch=config.batch, lr=config.lr, warmup=config.warmup,
-            decay=config.decay, precision=config.precision, patience=config.patience, evaluate=config.evaluate,
-            judge_batch=JUDGED_AT_ONCE, seed=seed,
-        )  # fmt: skip
+            steps=config.steps,
+            epochs=config.epochs,
+            batch=config.batch,
+            lr=config.lr,
+            warmup=config.warmup,
+            decay=config.decay,
+            precision=config.precision,
+            patience=config.patience,
+            evaluate=config.evaluate,
+            judge_batch=JUDGED_AT_ONCE,
+            seed=seed,
+        )
         fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)
         main = layers == config.layers and name in config.trained
         others = [each for each in config.evaluated if fits(each, name)] if main else []
@@ -200,10 +275,11 @@ class Trained(Experiment):
         rows = evaluated(task, fitted.model, whole, [name, *others], config.top, context.device)
         lines = thinned(fitted.history)
         rows[0] |= {
-            "steps": fitted.steps, "seconds": round(fitted.seconds, 2),
+            "steps": fitted.steps,
+            "seconds": round(fitted.seconds, 2),
             "seconds_per_epoch": round(fitted.seconds_per_epoch, 3),
             "history": [[round(line[key], 4) for key in (*HISTORY, task.figure)] for line in lines],
-        }  # fmt: skip
+        }
         return rows
 
 
@@ -222,8 +298,9 @@ def thinned(history: Sequence[Row]) -> Sequence[Row]:
 
 
 @torch.no_grad()
-def evaluated(task: Speech, model: nn.Module, whole: str, names: Sequence[str], top: int, device: torch.device
-              ) -> list[Row]:  # fmt: skip
+def evaluated(
+    task: Speech, model: nn.Module, whole: str, names: Sequence[str], top: int, device: torch.device
+) -> list[Row]:
     """A row for every attention that the model is evaluated with, the first being its own.
 
     dev, test   symbol error rates
@@ -238,7 +315,7 @@ def evaluated(task: Speech, model: nn.Module, whole: str, names: Sequence[str], 
         row: Row = {"evaluated": name, "kl": _kl(truth, found["dev"], sets["dev"])}
         for split, logits in found.items():
             wrong = sum(map(mistakes, logits, sets[split]))
-            row[split] = wrong / sum(int(batch["said"].sum()) for batch in sets[split])
+            row[split] = wrong / sum(int(batch["symbol_mask"].sum()) for batch in sets[split])
         rows.append(row)
     return rows
 
@@ -255,4 +332,3 @@ def _kl(truth: Sequence[Tensor], ours: Sequence[Tensor], given: Sequence[Batch])
         total += float(((wanted.exp() * (wanted - got)).sum(-1) * batch["mask"]).sum())
         frames += float(batch["mask"].sum())
     return total / frames
-

@@ -26,7 +26,7 @@ from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, apart, lead
-from ._readings import PAPERS, READINGS, TOLD, in_paper, reading
+from ._readings import PAPERS, READINGS, READINGS_NOTE, in_paper, reading
 from ._readings import SAYS as READ
 
 SAYS = {
@@ -43,7 +43,7 @@ ALONE = "no telling from one repetition"
 
 
 @dataclass(frozen=True)
-class Config:
+class TextConfig:
     """sets: each with its number of repetitions; clusters: None means near the root of the mean length."""
 
     sets: tuple[tuple[str, int], ...]
@@ -111,25 +111,37 @@ def invented(kind: type[Labelled], count: int = 60) -> list[Record]:
     return made
 
 
-def trained(task: Labelled, method: str, config: Config, seed: int, context: Context, **options: Any) -> Row:
+def trained(task: Labelled, method: str, config: TextConfig, seed: int, context: Context, **options: Any) -> Row:
     """One model from start to test."""
     torch.manual_seed(seed)
     model = task.model(
-        method, dim=config.dim, heads=config.heads, layers=config.layers, dropout=config.dropout,
-        words_dropout=config.words_dropout, **options,
-    )  # fmt: skip
+        method,
+        dim=config.dim,
+        heads=config.heads,
+        layers=config.layers,
+        dropout=config.dropout,
+        words_dropout=config.words_dropout,
+        **options,
+    )
     batch = max(min(config.batch, len(task.splits["train"]) // LEAST_UPDATES), 1)
     per_epoch = math.ceil(len(task.splits["train"]) / batch)
     epochs = config.epochs if config.invented else max(config.epochs, math.ceil(LEAST_STEPS / per_epoch))
     settings = Settings(
-        epochs=epochs, batch=batch, lr=config.lr, optimizer="adamw", warmup=min(WARMUP, per_epoch), clip=1.0,
+        epochs=epochs,
+        batch=batch,
+        lr=config.lr,
+        optimizer="adamw",
+        warmup=min(WARMUP, per_epoch),
+        clip=1.0,
         # where memory is measured it is that of training: judgements must not need more
         judge_batch=batch if config.many_clusters else 256,
-        patience=config.patience if epochs == config.epochs else None, seed=seed,
-    )  # fmt: skip
+        patience=config.patience if epochs == config.epochs else None,
+        seed=seed,
+    )
     auxiliary: list[Tensor] = []
-    model.register_forward_hook(lambda module, _, answer: auxiliary.append(answer.auxiliary.detach())
-                                if module.training else None)  # fmt: skip
+    model.register_forward_hook(
+        lambda module, _, answer: auxiliary.append(answer.auxiliary.detach()) if module.training else None
+    )
     folder = context.work if config.seconds > SHORT else None  # a short training is sooner begun again than saved
     on_gpu, before = context.device.type == "cuda", 0
     if on_gpu:
@@ -141,14 +153,20 @@ def trained(task: Labelled, method: str, config: Config, seed: int, context: Con
     until = [each["seconds"] for each in fitted.history]  # the first epoch also warms up caches and kernels
     later = [end - begin for begin, end in itertools.pairwise(until)]
     own = task_losses(fitted.history, fitted.steps, auxiliary)
-    history = [{"epoch": each["epoch"], "loss": loss, task.figure: round(each[task.figure], 4)}
-               for each, loss in zip(fitted.history, own, strict=True)]  # fmt: skip
+    history = [
+        {"epoch": each["epoch"], "loss": loss, task.figure: round(each[task.figure], 4)}
+        for each, loss in zip(fitted.history, own, strict=True)
+    ]
     return {
         **judge(task, fitted.model, "test", batch=256, device=context.device),
-        "dev": fitted.best[task.figure], "spec": method, "steps": fitted.steps, "memory_mib": memory,
-        "seconds_per_epoch": statistics.median(later) if later else fitted.seconds_per_epoch, "history": history,
+        "dev": fitted.best[task.figure],
+        "spec": method,
+        "steps": fitted.steps,
+        "memory_mib": memory,
+        "seconds_per_epoch": statistics.median(later) if later else fitted.seconds_per_epoch,
+        "history": history,
         **({"groupings": fitted.history[-1]["groupings"]} if "groupings" in fitted.history[-1] else {}),
-    }  # fmt: skip
+    }
 
 
 def task_losses(history: Sequence[Row], steps: int, auxiliary: Sequence[Tensor]) -> list[float | None]:
@@ -168,23 +186,26 @@ class TextExperiment(Experiment):
 
     readings: ClassVar[tuple[str, ...]] = ()
 
-    def methods(self, config: Config) -> tuple[str, ...]:
+    def methods(self, config: TextConfig) -> tuple[str, ...]:
         """All that are shown, ClusterFormer's readings together."""
         found = list(config.methods)
         if PAPERS in found:
             found[found.index(PAPERS) + 1 : found.index(PAPERS) + 1] = self.readings
         return tuple(found)
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: TextConfig) -> list[Cell]:
         return [
-            Cell(f"{name}, {method}, seed {seed}", {"set": name, "method": method, "seed": seed},
-                 config.seconds * (3 if name == "20NEWS" else 1))
+            Cell(
+                f"{name}, {method}, seed {seed}",
+                {"set": name, "method": method, "seed": seed},
+                config.seconds * (3 if name == "20NEWS" else 1),
+            )
             for name, repeats in config.sets
             for method in self.methods(config) + (config.for_long if name == "20NEWS" else ())
             for seed in range(repeats)
-        ]  # fmt: skip
+        ]
 
-    def task(self, cell: Cell, config: Config, context: Context) -> Labelled:
+    def task(self, cell: Cell, config: TextConfig, context: Context) -> Labelled:
         # A set without a test split of its own is cut anew in every repetition, in the same way for all methods. One
         # that has it is cut once: where dev is a part of what trains, it is the same part in all repetitions.
         name: str = cell.settings["set"]
@@ -193,13 +214,13 @@ class TextExperiment(Experiment):
         seed = 0 if own else cell.settings["seed"]
         return loaded(data, name, seed, config.length, config.vectors, config.invented)
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
         task = self.task(cell, config, context)
         method = spec(cell.settings["method"], mean_length(task), config.clusters)
         return [trained(task, method, config, cell.settings["seed"], context)]
 
 
-def sizes_said(config: Config, published: str) -> str:
+def sizes_note(config: TextConfig, published: str) -> str:
     stop = "" if config.patience is None else f", fewer after {config.patience} without gain"
     if not config.invented:
         stop += f" (where that would be under {LEAST_STEPS} updates, all the epochs that make so many)"
@@ -215,13 +236,18 @@ BUDGET = (
     "length: k blocks of w tokens, a query meets two of them; Reformer one round of chunks of w; Routing k centroids "
     "that take 2w; improved and refined (where shown) k clusters and top 2w."
 )
-LOSSES = TOLD
+LOSSES = READINGS_NOTE
 
 
-def compared(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], published: Mapping[str, Mapping[str, float]],
-             other: str, one: str = "clusterformer") -> str | None:  # fmt: skip
+def compared(
+    rows: Sequence[Row],
+    columns: Sequence[tuple[str, str, str]],
+    published: Mapping[str, Mapping[str, float]],
+    other: str,
+    one: str = "clusterformer",
+) -> str | None:
     """One sentence: how far ``one`` is from ``other`` in every column (name, set, figure)."""
-    said: list[str] = []
+    leads: list[str] = []
     verdicts: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": [], ALONE: []}
     for name, which, key in columns:
         found = apart(rows, key, one, other, set=which)
@@ -229,14 +255,14 @@ def compared(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]], publi
             distance, verdict = lead(found)
             theirs = published.get(in_paper(one), {}).get(name)
             paper = "" if theirs is None else f" (paper {theirs - published[other][name]:+.1f})"
-            said.append(f"{name} {distance}{paper}")
+            leads.append(f"{name} {distance}{paper}")
             verdicts[verdict or ALONE].append(name)
-    if not said:
+    if not leads:
         return None
     words = "; ".join(f"{word} on {', '.join(names)}" for word, names in verdicts.items() if names)
     return (
         f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean, verdicts at 95 % by Student's t: "
-        f"{', '.join(said)}: {words}."
+        f"{', '.join(leads)}: {words}."
     )
 
 

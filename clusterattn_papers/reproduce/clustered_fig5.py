@@ -16,7 +16,7 @@ from ..models.tagger import SYMBOLS
 from ..tasks.copying import Copying
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
-from ._readings import NEW, READINGS, TOLD, reading
+from ._readings import NEW, READINGS, READINGS_NOTE, reading
 
 WINDOW = 32  # of local attention, as in the authors' rebuttal (there at N = 128)
 SEEDS = 3  # of ClusterFormer's later readings
@@ -31,7 +31,7 @@ SHOWN = 60  # points of a learning curve that are kept
 
 
 @dataclass(frozen=True)
-class Config:
+class CopyingConfig:
     letters: tuple[int, ...] = (31, 63, 127, 255)
     clusters: tuple[int, ...] = (15, 30, 60, 100)
     rounds: tuple[int, ...] = (1, 4, 8, 16)
@@ -50,20 +50,20 @@ class Config:
     graphs: bool = True
 
 
-class Figure5(Experiment):
+class ClusteredFig5(Experiment):
     name = "clustered-fig5"
     place = "Figure 5"
     about = "masked copy task: accuracy over length x clusters (15 … 100) or hashing rounds (1 … 16), every method"
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(
+        "smoke": CopyingConfig(
             letters=(7, 11), clusters=(4,), rounds=(1,), layers=1, heads=2, dim=16, feedforward=32, steps=4, batch=8,
             evaluate=2, judged=16,
         ),
-        "small": Config(target=0.999, precision="bf16"),
-        "paper": Config(seeds=3),
+        "small": CopyingConfig(target=0.999, precision="bf16"),
+        "paper": CopyingConfig(seeds=3),
     }  # fmt: skip
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: CopyingConfig) -> list[Cell]:
         made = []
         for letters in config.letters:
             for name, budget, spec in _methods(config):
@@ -74,29 +74,44 @@ class Figure5(Experiment):
                     made.append(Cell(label, settings, 30 * weight))
         return made
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: CopyingConfig, context: Context) -> list[Row]:
         seed = cell.settings["seed"]
-        task = Copying(
-            cell.settings["letters"], examples=config.steps * config.batch, judged=config.judged, seed=seed
-        )
+        task = Copying(cell.settings["letters"], examples=config.steps * config.batch, judged=config.judged, seed=seed)
         torch.manual_seed(seed)
         model = task.model(
-            cell.settings["spec"], dim=config.dim, heads=config.heads, layers=config.layers,
-            feedforward=config.feedforward, dropout=0.0,
-        )  # fmt: skip
+            cell.settings["spec"],
+            dim=config.dim,
+            heads=config.heads,
+            layers=config.layers,
+            feedforward=config.feedforward,
+            dropout=0.0,
+        )
         settings = Settings(
-            steps=config.steps, batch=config.batch, lr=config.lr, evaluate=config.evaluate, target=config.target,
-            precision=config.precision, graphs=config.graphs, seed=seed,
-        )  # fmt: skip
+            steps=config.steps,
+            batch=config.batch,
+            lr=config.lr,
+            evaluate=config.evaluate,
+            target=config.target,
+            precision=config.precision,
+            graphs=config.graphs,
+            seed=seed,
+        )
         fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)
         figures = judge(task, fitted.model, "test", device=context.device)
         solved = next((each["step"] for each in fitted.history if each["accuracy"] >= SOLVED), None)
         curve = [(each["step"], round(each["accuracy"], 5)) for each in fitted.history]
         every = -(-len(curve) // SHOWN)
-        return [{**figures, "steps": fitted.steps, "solved": solved, "seconds": round(fitted.seconds, 2),
-                 "curve": curve[every - 1 :: every]}]  # fmt: skip
+        return [
+            {
+                **figures,
+                "steps": fitted.steps,
+                "solved": solved,
+                "seconds": round(fitted.seconds, 2),
+                "curve": curve[every - 1 :: every],
+            }
+        ]
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: CopyingConfig) -> list[Table]:
         lengths = [f"N = {2 * (letters + 1)}" for letters in config.letters]
         masked = Table("Accuracy on masked tokens, per cent (the paper's | ours)", ["Attention", *lengths])
         whole = Table("Accuracy on all tokens, per cent", ["Attention", *lengths])
@@ -114,7 +129,7 @@ class Figure5(Experiment):
         ]
         return [masked, whole, when]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: CopyingConfig) -> bytes | None:
         """A heat map for each method that has something to sweep, and one for those that have not."""
         panels = [(name, "clusters", config.clusters) for name in CLUSTERS]
         panels += [(name, "rounds", config.rounds) for name in ROUNDS]
@@ -137,8 +152,8 @@ class Figure5(Experiment):
             bar.outline.set_visible(False)
             return plots.as_png(figure)
 
-    def differences(self, config: Config) -> list[str]:
-        said = [
+    def differences(self, config: CopyingConfig) -> list[str]:
+        lines = [
             "The paper does not say which tokens its accuracy counts; unmasked ones stand in the input, so masked ones "
             "decide here, and the accuracy on all tokens has a table of its own. The loss is over all tokens.",
             "Each letter is masked with a chance of 20 per cent, never in both halves.",
@@ -148,24 +163,24 @@ class Figure5(Experiment):
             "lsh has chunks of 32 (a query sees 64 keys in each round), smyrf buckets of 64, routing windows of 64, "
             f"clusterformer √N clusters, local {WINDOW} keys; smyrf, routing, clusterformer, local and refined are not "
             "in the paper's figure (local is in its authors' rebuttal, at N = 128).",
-            TOLD,
+            READINGS_NOTE,
             f"Weights are those of the best judgement on held-out sequences (every {config.evaluate} steps), accuracy "
             f"is that of {config.judged} other ones.",
         ]
         if config.target is not None:
-            said.append(
+            lines.append(
                 f"Training stops before step {config.steps} once {config.target:.1%} of the held-out masked tokens are "
                 "right: what is left could move a number in the picture by 0.1."
             )
         if config.precision != "no":
-            said.append(f"Trained in mixed precision ({config.precision}).")
+            lines.append(f"Trained in mixed precision ({config.precision}).")
         sizes = (config.layers, config.dim, config.steps)
         if sizes != (4, 192, 5000):
-            said.append("{} layers of width {}, {} steps; the paper has 4, 192 and 5000.".format(*sizes))
-        return said
+            lines.append("{} layers of width {}, {} steps; the paper has 4, 192 and 5000.".format(*sizes))
+        return lines
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        said = []
+    def findings(self, rows: Sequence[Row], config: CopyingConfig) -> list[str]:
+        lines = []
         fewest = min(config.clusters)
         for name in ("improved", "refined"):
             mine = [row for row in rows if (row["method"], row["budget"]) == (name, fewest)]
@@ -173,14 +188,14 @@ class Figure5(Experiment):
                 least = min(mine, key=lambda row: row["accuracy"])
                 run = {row["letters"] for row in mine}
                 solved = run - {row["letters"] for row in mine if row["accuracy"] < SOLVED}  # with every seed
-                said.append(
+                lines.append(
                     f"{name} with {fewest} clusters gets {SOLVED:.1%} of the masked tokens at {len(solved)} of "
                     f"{len(run)} lengths; the least is {least['accuracy']:.2%} ({least['accuracy_all']:.2%} of all "
                     f"tokens), at N = {2 * (least['letters'] + 1)}."
                 )
                 queries, top = 2 * (least["letters"] + 1) / fewest, Improved(clusters=fewest).top
                 if name == "improved" and solved < run and queries > top:
-                    said.append(
+                    lines.append(
                         f"There a cluster has {queries:.0f} queries on average, and {top} near keys for all of them: "
                         "the masked ones must learn to gather in clusters of their own, or several heads to share them."
                     )
@@ -189,15 +204,18 @@ class Figure5(Experiment):
             right = sum(each >= SOLVED for each in ours)
             if ours:
                 against = " (the paper: all)" if name in PERFECT and right < len(ours) else ""
-                said.append(f"{name} solves {right} of {len(ours)} cells{against}.")
-        return said
+                lines.append(f"{name} solves {right} of {len(ours)} cells{against}.")
+        return lines
 
 
-def _methods(config: Config) -> list[tuple[str, int, str]]:
+def _methods(config: CopyingConfig) -> list[tuple[str, int, str]]:
     """Name, clusters or rounds (0: none), and the method in words."""
-    swept = [(name, budget, spec.format(budget)) for kinds, budgets in
-             ((CLUSTERS, config.clusters), (ROUNDS, config.rounds))
-             for name, spec in kinds.items() for budget in budgets]  # fmt: skip
+    swept = [
+        (name, budget, spec.format(budget))
+        for kinds, budgets in ((CLUSTERS, config.clusters), (ROUNDS, config.rounds))
+        for name, spec in kinds.items()
+        for budget in budgets
+    ]
     return [*((name, 0, spec) for name, spec in OTHERS.items()), *swept]
 
 
@@ -206,7 +224,9 @@ def _first(rows: Sequence[Row], settings: dict[str, Any]) -> str:
     return ", ".join("never" if row["solved"] is None else str(row["solved"]) for row in found) or "…"
 
 
-def _panel(axis: Any, rows: Sequence[Row], config: Config, columns: list[tuple[str, int]], labels: list[str]) -> Any:
+def _panel(
+    axis: Any, rows: Sequence[Row], config: CopyingConfig, columns: list[tuple[str, int]], labels: list[str]
+) -> Any:
     def mean(letters: int, name: str, budget: int) -> float:
         found = chosen(rows, "accuracy", method=name, budget=budget, letters=letters)
         return 100 * sum(found) / len(found) if found else float("nan")
@@ -224,4 +244,4 @@ def _panel(axis: Any, rows: Sequence[Row], config: Config, columns: list[tuple[s
     return image
 
 
-EXPERIMENTS = (Figure5,)
+EXPERIMENTS = (ClusteredFig5,)

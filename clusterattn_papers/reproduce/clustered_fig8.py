@@ -31,7 +31,7 @@ NAMED, ABOVE = 3, 0.05  # beside each row: so many keys at most, each of so much
 
 
 @dataclass(frozen=True)
-class Config:
+class MapsConfig:
     model: str = "all-MiniLM-L6-v2"
     clusters: int = 25
     top: int = 32
@@ -77,16 +77,16 @@ class ClusteredFig8(Experiment):
     place: ClassVar[str] = "Figure 8"
     about: ClassVar[str] = "attention maps of a question about a paragraph: full, improved, clustered, refined"
     needs: ClassVar[tuple[str, ...]] = ("xquad-en",)
-    scales: ClassVar[dict[str, Config]] = {
-        "smoke": Config(model="tiny", clusters=4, top=6, questions=2, length=64),
-        "small": Config(),
-        "paper": Config(model="FacebookAI/roberta-base"),
+    scales: ClassVar[dict[str, MapsConfig]] = {
+        "smoke": MapsConfig(model="tiny", clusters=4, top=6, questions=2, length=64),
+        "small": MapsConfig(),
+        "paper": MapsConfig(model="FacebookAI/roberta-base"),
     }
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: MapsConfig) -> list[Cell]:
         return [Cell("maps", {"what": "maps"}, 20), Cell("agreement", {"what": "agreement"}, 60)]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: MapsConfig, context: Context) -> list[Row]:
         weights, pairs = opened(config, context)
         model, reads = encoder(weights).eval().to(context.device), tokenizer(weights)
         if cell.settings["what"] == "maps":
@@ -95,23 +95,23 @@ class ClusteredFig8(Experiment):
             return maps(model, reads, first, config)
         return agreement(model, reads, evenly(pairs, config.questions), config, context)
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: MapsConfig) -> list[Table]:
         table = Table(
             f"Question tokens of {config.questions} questions, all heads of all layers, against full attention",
             ["attention", "same key on top", "of full's 5 top keys, among its own 5", "L1 distance (0 to 2)"],
         )
         for name in config.methods:
             if name != FULL:
-                some = [row for row in rows if row.get("what") == "agreement" and row["method"] == name]
-                figures = (spread(chosen(some, key), 3) for key in ("same_top", "same_five", "l1"))
+                alike = [row for row in rows if row.get("what") == "agreement" and row["method"] == name]
+                figures = (spread(chosen(alike, key), 3) for key in ("same_top", "same_five", "l1"))
                 table.rows.append([name, *figures])
         return [table]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: MapsConfig) -> bytes | None:
         drawn = {row["method"]: row for row in rows if row.get("what") == "maps"}
         return drawing(drawn, list(config.methods)) if FULL in drawn else None
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: MapsConfig) -> list[str]:
         tuned = "as it was pretrained: SQuAD's training questions can not be had here"
         return [
             f"Model: {config.model}, {tuned}. The paper shows a RoBERTa fine-tuned on SQuAD.",
@@ -122,7 +122,7 @@ class ClusteredFig8(Experiment):
             "refined, and the table over many questions and all heads, are ours.",
         ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: MapsConfig) -> list[str]:
         same = {name: chosen(rows, "same_top", what="agreement", method=name) for name in config.methods}
         if not all(same[name] for name in config.methods if name != FULL):
             return []
@@ -137,7 +137,7 @@ class ClusteredFig8(Experiment):
 # ---------------------------------------------------------------------------------------------------- looking
 
 
-def opened(config: Config, context: Context) -> tuple[str, list[Asked]]:
+def opened(config: MapsConfig, context: Context) -> tuple[str, list[Asked]]:
     if config.model != "tiny":
         return weights_of(context.data, config.model), questions(folder_of(context.data, "xquad-en"))
     words = INVENTED * 2
@@ -177,7 +177,7 @@ def looked(model: Any, reads: Any, pair: Asked, length: int) -> Iterator[Looked]
     yield from seen
 
 
-def maps(model: Any, reads: Any, pair: Asked, config: Config) -> list[Row]:
+def maps(model: Any, reads: Any, pair: Asked, config: MapsConfig) -> list[Row]:
     """A row for each method: the weights of one head, and which keys lead."""
     layers = list(looked(model, reads, pair, config.length))
     shares = torch.stack([each.weights("exact")[:, :, each.telling].amax(-1).mean(-1) for each in layers])  # (layers h)
@@ -193,13 +193,19 @@ def maps(model: Any, reads: Any, pair: Asked, config: Config) -> list[Row]:
             for ats, sizes in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         rows.append({"method": name, "settings": method, "map": packed(found), "leading": leading})
-    about = {"tokens": tokens, "asking": chosen_layer.asking.nonzero().flatten().tolist(), "answer": pair.answer,
-             "layer": layer, "head": head, "share": float(shares[layer, head])}  # fmt: skip
+    about = {
+        "tokens": tokens,
+        "asking": chosen_layer.asking.nonzero().flatten().tolist(),
+        "answer": pair.answer,
+        "layer": layer,
+        "head": head,
+        "share": float(shares[layer, head]),
+    }
     rows[0] |= about
     return rows
 
 
-def agreement(model: Any, reads: Any, pairs: Sequence[Asked], config: Config, context: Context) -> list[Row]:
+def agreement(model: Any, reads: Any, pairs: Sequence[Asked], config: MapsConfig, context: Context) -> list[Row]:
     """A row for each method: how its maps compare with full attention's."""
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in config.methods if name != FULL}
     for done, pair in enumerate(pairs):
@@ -213,10 +219,13 @@ def agreement(model: Any, reads: Any, pairs: Sequence[Asked], config: Config, co
                 same = (mine.argmax(-1) == exact.argmax(-1)).double().mean()
                 total += torch.stack([same, five, same.new_tensor(row_l1(mine, exact)), same.new_ones(())]).cpu()
     return [
-        {"method": name, "settings": config.methods[name],
-         **dict(zip(("same_top", "same_five", "l1"), (total[:3] / total[3]).tolist(), strict=True))}
+        {
+            "method": name,
+            "settings": config.methods[name],
+            **dict(zip(("same_top", "same_five", "l1"), (total[:3] / total[3]).tolist(), strict=True)),
+        }
         for name, total in sums.items()
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
@@ -244,9 +253,12 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
         norm = need("matplotlib.colors").LogNorm(vmin=10.0**-LEAST, vmax=1.0, clip=True)
         for axis, name in zip(axes, there, strict=True):
             image = axis.imshow(
-                unpacked(drawn[name]["map"], len(tokens)).numpy(), norm=norm, cmap="magma", aspect="auto",
+                unpacked(drawn[name]["map"], len(tokens)).numpy(),
+                norm=norm,
+                cmap="magma",
+                aspect="auto",
                 interpolation="nearest",
-            )  # fmt: skip
+            )
             axis.set_title(short(drawn[name]["settings"]) if name != FULL else FULL, loc="left")
             axis.set_yticks(range(len(asking)), asking, size=6.5)
             right = axis.secondary_yaxis("right")
@@ -258,9 +270,11 @@ def drawing(drawn: dict[str, Row], methods: Sequence[str]) -> bytes:
         figure.suptitle(
             f"Layer {full['layer'] + 1}, head {full['head'] + 1}: a question token gives {full['share']:.0%} of its "
             f"attention to one paragraph token, on average. Right: keys of weight {ABOVE} or more. The answer is "
-            f"\"{full['answer']}\".",
-            size=9, x=0.01, ha="left",
-        )  # fmt: skip
+            f'"{full["answer"]}".',
+            size=9,
+            x=0.01,
+            ha="left",
+        )
         return as_png(figure)
 
 

@@ -1,4 +1,4 @@
-"""Clustered attention's speech experiments: Tables 1, 2, 3 and Figures 1, 7, with joined AN4 in the place of WSJ."""
+"""Clustered attention's speech experiments: Tables 1, 2 and 3, with joined AN4 in the place of WSJ."""
 
 from __future__ import annotations
 
@@ -8,25 +8,11 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from clusterattn._rows import Row
-from clusterattn.measure import plots
-from clusterattn.methods import method as as_method
 
 from ._experiment import Cell, Table, apart, beside, chosen, lead, spread
-from ._speech import (
-    ANSWERING,
-    DEEP,
-    HISTORY,
-    PAPER,
-    SMALL,
-    SMOKE,
-    SWEPT,
-    TRAINED,
-    TRAINING,
-    Config,
-    Trained,
-    fits,
-    spec,
-)  # fmt: skip
+from ._speech import DEEP, HISTORY, PAPER, SMALL, SMOKE, SWEPT, TRAINED, TRAINING, SpeechConfig, Trained, fits
+
+LOSS, ERROR = HISTORY.index("loss"), len(HISTORY)  # places in a line of a history
 
 # Table 1: validation phone error rates in percent, by (evaluated with, trained with); improved is their i-clustered
 TABLE1 = {
@@ -78,17 +64,26 @@ DATA = {
 }  # fmt: skip
 
 
-def common_differences(config: Config, theirs: Corpus = WSJ) -> list[str]:
+def common_differences(config: SpeechConfig, theirs: Corpus = WSJ) -> list[str]:
     most = f"{theirs.frames} (at most {theirs.longest})"
-    against = f"as published: {most}" if config.frames == theirs.frames else \
-        f"{'longer' if config.frames > theirs.frames else 'shorter'} than the published {most}"  # fmt: skip
+    against = (
+        f"as published: {most}"
+        if config.frames == theirs.frames
+        else f"{'longer' if config.frames > theirs.frames else 'shorter'} than the published {most}"
+    )
     data = DATA[config.data].format(
         called=theirs.called, frames=config.frames, against=against, judged=config.judged, joinings=config.joinings
     )
     return [
         data,
-        *(["Inputs are 13 cepstra with first and second differences, as AN4 comes; published: "
-           f"{theirs.bands} filter-banks."] if config.data == "an4" else []),
+        *(
+            [
+                "Inputs are 13 cepstra with first and second differences, as AN4 comes; published: "
+                f"{theirs.bands} filter-banks."
+            ]
+            if config.data == "an4"
+            else []
+        ),
         f"{config.layers} layers, {config.heads} heads, "
         f"feed-forward {config.feedforward}, R-Adam with lr {config.lr:g} ({config.decay}), "
         + (f"{config.steps} steps" if config.steps else f"at most {config.epochs} epochs")
@@ -98,10 +93,10 @@ def common_differences(config: Config, theirs: Corpus = WSJ) -> list[str]:
         + (f", and the first layer sees {config.reach} frames on each side" if config.reach else "")
         + ": with so little data CTC leaves its first plateau slowly without.",
         "refined is ours, not in the paper; improved is the paper's i-clustered.",
-    ]  # fmt: skip
+    ]
 
 
-class Table1(Trained):
+class ClusteredTable1(Trained):
     name = "clustered-table1"
     place = "Table 1"
     about = "speech: train with one attention, evaluate with another: phone error rate"
@@ -110,33 +105,50 @@ class Table1(Trained):
     def shows(self, cell: Cell) -> bool:
         return not cell.alone and not _swept(cell)
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         rows = [row for row in rows if row["layers"] == config.layers]
         columns = ["evaluated with", *(f"trained with {name}" for name in config.trained)]
         errors = Table(
-            "Phone error rate on dev in % (the paper's | ours)", columns,
-            notes=["± is the standard deviation over seeds.", "– is left out as in the paper: lsh needs queries that "
-                   "are keys, full attention has keys of its own."],
-        )  # fmt: skip
+            "Phone error rate on dev in % (the paper's | ours)",
+            columns,
+            notes=[
+                "± is the standard deviation over seeds.",
+                "– is left out as in the paper: lsh needs queries that are keys, full attention has keys of its own.",
+            ],
+        )
         apart = Table(
             "How far each frame's answer is from that of full attention with the same weights (KL, nats; ours)", columns
         )
         for name in config.evaluated:
             cells = [(trained, fits(name, trained)) for trained in config.trained]
-            errors.rows.append([name, *(
-                beside(TABLE1.get((name, trained)), chosen(rows, "dev", evaluated=name, trained=trained), 2, 100)
-                if there else "–" for trained, there in cells
-            )])  # fmt: skip
-            apart.rows.append([name, *(
-                spread(chosen(rows, "kl", evaluated=name, trained=trained), 3) if there else "–"
-                for trained, there in cells
-            )])  # fmt: skip
+            errors.rows.append(
+                [
+                    name,
+                    *(
+                        beside(
+                            TABLE1.get((name, trained)), chosen(rows, "dev", evaluated=name, trained=trained), 2, 100
+                        )
+                        if there
+                        else "–"
+                        for trained, there in cells
+                    ),
+                ]
+            )
+            apart.rows.append(
+                [
+                    name,
+                    *(
+                        spread(chosen(rows, "kl", evaluated=name, trained=trained), 3) if there else "–"
+                        for trained, there in cells
+                    ),
+                ]
+            )
         return [errors, apart]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: SpeechConfig) -> list[str]:
         return common_differences(config)
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         mine = [{**row, "method": row.get("evaluated")} for row in rows if row["layers"] == config.layers]
 
         def ours(key: str, one: str, other: str) -> str:
@@ -144,27 +156,35 @@ class Table1(Trained):
 
         lines = []
         for one, other in RIVALS:
-            theirs = _columns({name: [TABLE1[one, name] - TABLE1[other, name]] for name in TRAINED
-                               if {(one, name), (other, name)} <= TABLE1.keys()})  # fmt: skip
-            told = {"by distance from full attention": ours("kl", one, other), "by error rate": ours("dev", one, other)}
-            if all(told.values()):
-                told |= {"in the paper, by error rate,": theirs} if theirs else {}
-                lines.append(f"{one} against {other}: {'; '.join(f'{by} {each}' for by, each in told.items())}.")
+            theirs = _columns(
+                {
+                    name: [TABLE1[one, name] - TABLE1[other, name]]
+                    for name in TRAINED
+                    if {(one, name), (other, name)} <= TABLE1.keys()
+                }
+            )
+            verdicts = {
+                "by distance from full attention": ours("kl", one, other),
+                "by error rate": ours("dev", one, other),
+            }
+            if all(verdicts.values()):
+                verdicts |= {"in the paper, by error rate,": theirs} if theirs else {}
+                lines.append(f"{one} against {other}: {'; '.join(f'{by} {each}' for by, each in verdicts.items())}.")
         return lines
 
 
 def _columns(differences: Mapping[str, Sequence[float]]) -> str:
-    """"ahead in 4 of 7 columns (behind when trained with lsh-1)": from the errors of one less those of another."""
+    """ "ahead in 4 of 7 columns (behind when trained with lsh-1)": from the errors of one less those of another."""
     columns: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": []}
     for name, each in differences.items():
         if each:
-            columns[_verdict(each)].append(name)
+            columns[verdict_of(each)].append(name)
     count, ahead = sum(map(len, columns.values())), len(columns.pop("ahead"))
     rest = "; ".join(f"{verdict} when trained with {', '.join(names)}" for verdict, names in columns.items() if names)
     return f"ahead in {ahead} of {count} columns{f' ({rest})' if rest else ''}" if count else ""
 
 
-def _verdict(more: Sequence[float]) -> str:
+def verdict_of(more: Sequence[float]) -> str:
     """Of the errors of one less those of another, by seed; from a single run by its sign."""
     return lead(more, less_is_better=True)[1] or ("ahead" if more[0] < 0 else "behind")
 
@@ -183,16 +203,16 @@ class Shown(Trained):
     """Another view of Table 1's models."""
 
     rows_from = "clustered-table1"
-    scales: ClassVar[dict[str, Any]] = Table1.scales
+    scales: ClassVar[dict[str, Any]] = ClusteredTable1.scales
 
     def shows(self, cell: Cell) -> bool:
         return not _swept(cell)
 
-    def differences(self, config: Config) -> list[str]:
-        return [*common_differences(config), *times_said(config)]
+    def differences(self, config: SpeechConfig) -> list[str]:
+        return [*common_differences(config), *times_note(config)]
 
 
-def times_said(config: Config) -> list[str]:
+def times_note(config: SpeechConfig) -> list[str]:
     return [
         f"Times are computed: the pass over a batch of {config.batch} × {config.frames} frames, measured with nothing "
         "beside it (on a GPU replayed as a CUDA graph), times the number of updates; the loss and the optimizer's step "
@@ -206,35 +226,44 @@ def pace(rows: Sequence[Row], name: str, layers: int, which: str = TRAINING) -> 
     return next(iter(chosen(rows, "seconds", trained=name, layers=layers, **{"pass": which})), None)
 
 
-class Table2(Shown):
+class ClusteredTable2(Shown):
     name = "clustered-table2"
     place = "Table 2"
     about = "speech: phone error rate on test, time per epoch, time to converge"
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         return [trained_table(rows, config, TABLE2, "phone error rate on test, %", ("s", "h"), (1.0, 1 / 3600))]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         return trained_findings(rows, config, TABLE2)
 
 
 def trained_table(
-    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]], error: str,
-    units: tuple[str, str], factors: tuple[float, float],
-) -> Table:  # fmt: skip
+    rows: Sequence[Row],
+    config: SpeechConfig,
+    published: dict[str, tuple[float, float, float]],
+    error: str,
+    units: tuple[str, str],
+    factors: tuple[float, float],
+) -> Table:
     """Error, time per epoch and time to the best weights of models evaluated with what trained them."""
-    table = Table("Training to the end (the paper's | ours)",
-                  ["", error, f"time per epoch, {units[0]}", f"time to the best weights, {units[1]}"])  # fmt: skip
+    table = Table(
+        "Training to the end (the paper's | ours)",
+        ["", error, f"time per epoch, {units[0]}", f"time to the best weights, {units[1]}"],
+    )
     for name in config.trained:
         mine = of_its_own(rows, config, name)
         theirs = published.get(name, (None, None, None))
         each = pace(rows, name, config.layers)
         times = [] if each is None else [(each * per_epoch(row), each * best_step(row)) for row in mine]
-        table.rows.append([
-            name, beside(theirs[0], chosen(mine, "test"), 2, 100),
-            beside(theirs[1], [epoch for epoch, _ in times], 2, factors[0]),
-            beside(theirs[2], [best for _, best in times], 4, factors[1]),
-        ])  # fmt: skip
+        table.rows.append(
+            [
+                name,
+                beside(theirs[0], chosen(mine, "test"), 2, 100),
+                beside(theirs[1], [epoch for epoch, _ in times], 2, factors[0]),
+                beside(theirs[2], [best for _, best in times], 4, factors[1]),
+            ]
+        )
     return table
 
 
@@ -248,7 +277,7 @@ def best_step(row: Row) -> int:
     return step
 
 
-def of_its_own(rows: Sequence[Row], config: Config, name: str) -> list[Row]:
+def of_its_own(rows: Sequence[Row], config: SpeechConfig, name: str) -> list[Row]:
     """A row for each seed of a model that is evaluated with what trained it."""
     return [row for row in rows if row["trained"] == row.get("evaluated") == name and row["layers"] == config.layers]
 
@@ -258,7 +287,7 @@ COMPARED = [("improved-100", "full"), ("improved-100", "clustered-100"), ("clust
 
 
 def trained_findings(
-    rows: Sequence[Row], config: Config, published: dict[str, tuple[float, float, float]]
+    rows: Sequence[Row], config: SpeechConfig, published: dict[str, tuple[float, float, float]]
 ) -> list[str]:
     """Errors by seed, and whether improved is faster than full."""
     tested = [{**row, "method": name} for name in config.trained for row in of_its_own(rows, config, name)]
@@ -267,181 +296,35 @@ def trained_findings(
         if more := apart(tested, "test", one, other):
             theirs = published[one][0] - published[other][0] if one in published and other in published else None
             text, verdict = lead(more, 2, less_is_better=True)
-            told = _against_paper(verdict, more, theirs)
-            lines.append(f"{one} against {other}, points of error rate on test: {text} ({told}).")
+            reading = _against_paper(verdict, more, theirs)
+            lines.append(f"{one} against {other}, points of error rate on test: {text} ({reading}).")
     full, improved = (pace(rows, name, config.layers) for name in ("full", "improved-100"))
     if full is not None and improved is not None:
         theirs = published["full"][1] / published["improved-100"][1]
-        lines.append(f"An update with improved-100 is {full / improved:.2f} times as fast as with full; in the paper, "
-                     f"with the attention of 2020, an epoch is {theirs:.2f} times as fast.")  # fmt: skip
+        lines.append(
+            f"An update with improved-100 is {full / improved:.2f} times as fast as with full; in the paper, "
+            f"with the attention of 2020, an epoch is {theirs:.2f} times as fast."
+        )
     return lines
 
 
 def _against_paper(verdict: str, ours: Sequence[float], theirs: float | None) -> str:
-    told = [verdict or "one run"]
+    parts = [verdict or "one run"]
     if theirs is not None:
-        told.append(f"the paper's {theirs:+.2f}")
+        parts.append(f"the paper's {theirs:+.2f}")
         if theirs * statistics.fmean(ours) < 0 and verdict != "not told apart":
-            told.append("the other way round")
-    return ", ".join(told)
+            parts.append("the other way round")
+    return ", ".join(parts)
 
 
-class Figure1(Shown):
-    name = "clustered-fig1"
-    place = "Figure 1"
-    about = "speech: phone error rate against the time of a forward pass, over layers and clusters"
-
-    def shows(self, cell: Cell) -> bool:
-        return True
-
-    def places(self, rows: Sequence[Row]) -> dict[tuple[str, int], tuple[float, list[float]]]:
-        """Milliseconds, and error rates in per cent by seed, of every model of which both are known."""
-        found = {model: (pace(rows, *model, ANSWERING), chosen(each, "dev")) for model, each in self.of(rows).items()}
-        return {model: (1e3 * time, [100 * error for error in errors])
-                for model, (time, errors) in sorted(found.items()) if time is not None}  # fmt: skip
-
-    def of(self, rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-        """The rows of every model, evaluated with what trained it."""
-        found: dict[tuple[str, int], list[Row]] = {}
-        for row in rows:
-            if row["trained"] == row.get("evaluated"):
-                found.setdefault((row["trained"], row["layers"]), []).append(row)
-        return found
-
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
-        table = Table("Speed against accuracy (ours)", ["trained with", "layers", "forward, ms", "phone error rate, %"],
-                      notes=["± is the standard deviation over seeds. The paper prints no numbers."])  # fmt: skip
-        for (name, layers), each in sorted(self.of(rows).items()):
-            cost = pace(rows, name, layers, ANSWERING)
-            told = "…" if cost is None else f"{1e3 * cost:.2f}"
-            table.rows.append([name, str(layers), told, spread(chosen(each, "dev"), 2, 100)])
-        return [table]
-
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
-        places = self.places(rows)
-        if not places:
-            return None
-        with plots.rules():
-            figure = plots.canvas(7.6, 4.2)
-            axis = figure.subplots()
-            axis.margins(x=0.1, y=0.1)
-            middle = (min(times := [time for time, _ in places.values()]) + max(times)) / 2
-            deep = len({layers for _, layers in places}) > 1
-            for (name, layers), (time, errors) in places.items():
-                colour, marker = look(name)
-                error = statistics.fmean(errors)
-                axis.errorbar([time], [error], [statistics.stdev(errors)] if len(errors) > 1 else None, color=colour,
-                              marker=marker, markersize=7, elinewidth=1, capsize=3, zorder=3)  # fmt: skip
-                side = -1 if time > middle else 1  # names stand towards the middle, where there is room
-                axis.annotate(_called(name, layers) if deep else name, (time, error), xytext=(7 * side, 4),
-                              textcoords="offset points", ha="right" if side < 0 else "left", color=colour, zorder=4,
-                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
-            axis.set(xlabel="time of a forward pass, ms", ylabel="phone error rate, %", title="Speed against accuracy")
-            axis.grid(True)
-            return plots.as_png(figure)
-
-    def differences(self, config: Config) -> list[str]:
-        return [*super().differences(config),
-                "Models with other layers or clusters than Table 1's have one seed, and are all trained from scratch; "
-                "the paper fine-tunes the larger numbers of clusters from the model with 100 (C.3.1)."]  # fmt: skip
-
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        """In the paper improved is better than all others for every budget: so nothing may be faster and better."""
-        times = {point: time for point, (time, _) in self.places(rows).items()}
-        judged = [{**row, "method": _called(*point)} for point, each in self.of(rows).items() for row in each]
-        others = [point for point in times if not point[0].startswith(("improved", "refined"))]
-        lines = []
-        for mine in [point for point in times if others and point[0].startswith("improved")]:
-            faster: dict[str, list[str]] = {}
-            for other in others:
-                more = apart(judged, "dev", _called(*other), _called(*mine))
-                if more and times[other] < times[mine]:
-                    faster.setdefault(_verdict(more), []).append(_called(*other))
-            better, level = (", ".join(faster.get(verdict, ())) for verdict in ("ahead", "not told apart"))
-            lines.append(f"Both faster and better than {_called(*mine)}, of {len(others)} others: "
-                         + (f"{better}, unlike in the paper" if better else "none, as in the paper")
-                         + (f"; faster and not told apart: {level}." if level else "."))  # fmt: skip
-        return lines
-
-
-def _called(name: str, layers: int) -> str:
-    return f"{name} with {layers} layers"
-
-
-def look(name: str) -> tuple[str, str]:
-    colour, marker = plots.style_of(as_method(spec(name)).name)
-    return ("#7F7F7F", marker) if name == "shared-full" else (colour, marker)
-
-
-class Figure7(Shown):
-    name = "clustered-fig7"
-    place = "Figure 7"
-    about = "speech: convergence by steps and by wall clock"
-
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
-        columns = ["trained with", "a third", "two thirds", "end"]
-        table = Table("Training loss on the way (nats per phone; ours)", columns,
-                      notes=["The paper shows curves without numbers."])  # fmt: skip
-        for name in config.trained:
-            lines = [row["history"] for row in self.told(rows, config, name)]
-            at = [[line[(len(line) - 1) * third // 3][LOSS] for line in lines] for third in (1, 2, 3)]
-            table.rows.append([name, *(spread(each, 3) for each in at)])
-        return [table]
-
-    def told(self, rows: Sequence[Row], config: Config, name: str) -> list[Row]:
-        return [row for row in rows if row.get("history") and row["trained"] == name and row["layers"] == config.layers]
-
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
-        if not rows:
-            return None
-        paces = {name: pace(rows, name, config.layers) for name in config.trained}
-        panels = 2 if any(paces.values()) else 1  # seconds, where they were measured
-        with plots.rules():
-            figure = plots.canvas(4.75 * panels, 3.8)
-            axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-            for name, seconds in paces.items():
-                colour, _ = look(name)
-                for axis, factor in zip(axes, (1.0, seconds), strict=False):
-                    for number, row in enumerate(self.told(rows, config, name) if factor is not None else ()):
-                        axis.plot([factor * line[HISTORY.index("step")] for line in row["history"]],
-                                  [line[LOSS] for line in row["history"]], color=colour, linewidth=1.2,
-                                  linestyle="--" if name.endswith("-4") or name == "shared-full" else "-",
-                                  label=None if number else name)  # fmt: skip
-            axes[0].set(xlabel="updates", ylabel="training loss, nats per phone", title="Convergence by updates")
-            for axis in axes[1:]:
-                axis.set(xlabel="seconds", title="Convergence by time")
-            for axis in axes:
-                axis.grid(True)
-            axes[0].legend(fontsize=8)
-            return plots.as_png(figure)
-
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        """In the paper improved converges faster than clustered, and both faster than lsh."""
-        ends: list[Row] = [{"method": name, "seed": row["seed"], "loss": row["history"][-1][LOSS]}
-                           for name in config.trained for row in self.told(rows, config, name)]  # fmt: skip
-        if not ends:
-            return []
-        means = {name: statistics.fmean(each) for name in config.trained if (each := chosen(ends, "loss", method=name))}
-        least = ", ".join(f"{name} {means[name]:.3f}" for name in sorted(means, key=means.__getitem__))
-        lines = [f"Training loss at the end, by as many updates of the same size for all, least first: {least}."]
-        for one, other in CONVERGED:
-            if more := apart(ends, "loss", one, other, times=1):
-                text, verdict = lead(more, 3, less_is_better=True)
-                lines.append(f"{one} against {other}, nats at the end: {text} ({verdict or 'one run'}); in the paper "
-                             f"{one} converges faster.")  # fmt: skip
-        return lines
-
-
-LOSS, ERROR = HISTORY.index("loss"), len(HISTORY)
-CONVERGED = [("improved-100", "clustered-100"), ("clustered-100", "lsh-1"), ("clustered-100", "lsh-4")]
-
-
-class Table3(Trained):
+class ClusteredTable3(Trained):
     name = "clustered-table3"
     place = "Table 3"
     about = "speech, its shape only: 12 layers and longer inputs: error rate, time per epoch, time to converge"
-    cannot = ("Switchboard is under licence, and lattice-free MMI needs Kaldi's graphs: neither can be had. What runs "
-              "is its shape, with CTC on AN4: 12 layers, longer inputs")  # fmt: skip
+    cannot = (
+        "Switchboard is under licence, and lattice-free MMI needs Kaldi's graphs: neither can be had. What runs "
+        "is its shape, with CTC on AN4: 12 layers, longer inputs"
+    )
     scales: ClassVar[dict[str, Any]] = {
         "smoke": replace(SMOKE, trained=DEEP, evaluated=(), also=(), layers=2, frames=90),
         "small": replace(SMALL, trained=DEEP, evaluated=(), also=(), seeds=(0,), layers=12, frames=1500, batch=4,
@@ -450,18 +333,27 @@ class Table3(Trained):
                          lr=2e-4),
     }  # fmt: skip
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
-        table = trained_table(rows, config, TABLE3, "word error rate (theirs) | phone error rate (ours), %", ("h", "h"),
-                              (1 / 3600, 1 / 3600))  # fmt: skip
+    def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
+        table = trained_table(
+            rows,
+            config,
+            TABLE3,
+            "word error rate (theirs) | phone error rate (ours), %",
+            ("h", "h"),
+            (1 / 3600, 1 / 3600),
+        )
         table.notes.append("Words of telephone calls and phones of spelled names: only orders can be compared.")
         return [table]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
         return trained_findings(rows, config, TABLE3)
 
-    def differences(self, config: Config) -> list[str]:
-        return ["The paper's Table 3 is Switchboard with lattice-free MMI, on several GPUs, and word error rates.",
-                *common_differences(config, SWITCHBOARD), *times_said(config)]  # fmt: skip
+    def differences(self, config: SpeechConfig) -> list[str]:
+        return [
+            "The paper's Table 3 is Switchboard with lattice-free MMI, on several GPUs, and word error rates.",
+            *common_differences(config, SWITCHBOARD),
+            *times_note(config),
+        ]
 
 
-EXPERIMENTS: list[Any] = [Table1, Table2, Table3, Figure1, Figure7]
+EXPERIMENTS: list[Any] = [ClusteredTable1, ClusteredTable2, ClusteredTable3]

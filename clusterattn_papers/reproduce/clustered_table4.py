@@ -14,7 +14,7 @@ from clusterattn.methods import MethodSpec
 
 from ..models.pretrained import answering_with
 from ..tasks import batches, order
-from ..tasks.glue import PIECES, Glue, opened, said
+from ..tasks.glue import PIECES, Glue, answers, opened
 from ..train import Fitted, Settings, fit
 from ..train.loop import moved
 from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
@@ -37,9 +37,17 @@ class Tuning:
         epoch = len(order(task, "train", self.batch))
         steps = max(self.epochs * epoch, self.least)
         return Settings(
-            steps=steps, batch=self.batch, lr=self.lr, optimizer="adamw", decay="linear", warmup=steps // 10, clip=1.0,
-            precision=self.precision, evaluate=max(epoch, steps // 8), seed=seed,
-        )  # fmt: skip
+            steps=steps,
+            batch=self.batch,
+            lr=self.lr,
+            optimizer="adamw",
+            decay="linear",
+            warmup=steps // 10,
+            clip=1.0,
+            precision=self.precision,
+            evaluate=max(epoch, steps // 8),
+            seed=seed,
+        )
 
     def __str__(self) -> str:
         rate = f"learning rate {self.lr:g}, rising for a tenth of the steps and falling to 0"
@@ -54,13 +62,17 @@ def fine_tuned(task: Glue, method: MethodSpec, tuning: Tuning, seed: int, contex
     """A fresh head on the pretrained weights, trained with the method in place."""
     torch.manual_seed(seed)
     return fit(
-        task, task.model(method, pool=tuning.pool), tuning.settings(task, seed), folder=context.work,
-        device=context.device, tick=context.tick,
-    )  # fmt: skip
+        task,
+        task.model(method, pool=tuning.pool),
+        tuning.settings(task, seed),
+        folder=context.work,
+        device=context.device,
+        tick=context.tick,
+    )
 
 
 @dataclass(frozen=True)
-class Config:
+class GlueConfig:
     model: str = "all-MiniLM-L6-v2"  # its folder under --data, a path or a hub id
     pieces: tuple[str, ...] = ("cola", "mrpc", "qnli", "rte", "sst2", "stsb", "wnli")
     seeds: int = 3
@@ -105,21 +117,21 @@ class ClusteredTable4(Experiment):
     place: ClassVar[str] = "Table 4"
     about: ClassVar[str] = "approximate a fine-tuned model on GLUE with 25 clusters, without retraining"
     needs: ClassVar[tuple[str, ...]] = ("glue-small", "matching", "stsb", "sentences")
-    scales: ClassVar[dict[str, Config]] = {
-        "smoke": Config(model="tiny", pieces=("cola", "stsb"), seeds=1, clusters=6, fewer=2, tops=(8, 2), length=48,
+    scales: ClassVar[dict[str, GlueConfig]] = {
+        "smoke": GlueConfig(model="tiny", pieces=("cola", "stsb"), seeds=1, clusters=6, fewer=2, tops=(8, 2), length=48,
                         tuning=Tuning(epochs=2, batch=8, lr=1e-3, precision="no")),
-        "small": Config(),
-        "paper": Config(model="FacebookAI/roberta-base", tuning=Tuning(epochs=10, lr=2e-5, pool="first")),
+        "small": GlueConfig(),
+        "paper": GlueConfig(model="FacebookAI/roberta-base", tuning=Tuning(epochs=10, lr=2e-5, pool="first")),
     }  # fmt: skip
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: GlueConfig) -> list[Cell]:
         return [
             Cell(f"{PIECES[piece].title}, seed {seed}", {"piece": piece, "seed": seed}, seconds=60)
             for piece in config.pieces
             for seed in range(config.seeds)
         ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: GlueConfig, context: Context) -> list[Row]:
         task = opened(cell.settings["piece"], context.data, config.model, context.work, length=config.length)
         fitted = fine_tuned(task, "exact", config.tuning, cell.settings["seed"], context)
         rows = approximated(task, fitted, config.methods, context, beyond=max(config.tops))
@@ -133,7 +145,7 @@ class ClusteredTable4(Experiment):
 
     # ------------------------------------------------------------------------------------------------ what came out
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: GlueConfig) -> list[Table]:
         scores = self._grid(rows, config, "Table 4: the paper's | ours", "")
         scores.notes.append("Mean ± standard deviation over seeds, which are of the fine-tuning: all lines share them.")
         if "cola" in config.pieces:
@@ -144,31 +156,34 @@ class ClusteredTable4(Experiment):
         few = f"The same, of sequences longer than {max(config.tops)} tokens alone"
         return [scores, self._lengths(rows, config), self._grid(rows, config, few, "_longer"), self._same(rows, config)]
 
-    def _grid(self, rows: Sequence[Row], config: Config, title: str, which: str) -> Table:
+    def _grid(self, rows: Sequence[Row], config: GlueConfig, title: str, which: str) -> Table:
         columns = [(piece, PIECES[piece].measure) for piece in config.pieces]
         if "cola" in config.pieces:
             columns.insert(1 + config.pieces.index("cola"), ("cola", "accuracy"))
         table = Table(title, ["attention", *(f"{PIECES[piece].title} {measure}" for piece, measure in columns)])
         for name in config.methods:
             ours = [chosen(rows, measure + which, piece=piece, method=name) for piece, measure in columns]
-            theirs = [PUBLISHED.get(name, {}).get(piece) if measure == PIECES[piece].measure else None
-                      for piece, measure in columns]  # fmt: skip
-            cells = [spread(each, 3) if which else beside(number, each, 3)
-                     for number, each in zip(theirs, ours, strict=True)]  # fmt: skip
+            theirs = [
+                PUBLISHED.get(name, {}).get(piece) if measure == PIECES[piece].measure else None
+                for piece, measure in columns
+            ]
+            cells = [
+                spread(each, 3) if which else beside(number, each, 3) for number, each in zip(theirs, ours, strict=True)
+            ]
             table.rows.append([name, *cells])
         return table
 
-    def _lengths(self, rows: Sequence[Row], config: Config) -> Table:
+    def _lengths(self, rows: Sequence[Row], config: GlueConfig) -> Table:
         table = Table(
             "What there is to approximate: tokens of the sequences that are judged",
             ["task", "sequences", "mean tokens", *(f"longer than {count}" for count in config.counts)],
         )
         for piece in config.pieces:
-            some = [row for row in rows if row.get("piece") == piece and "longer" in row]
-            if some:
-                longer = [str(some[0]["longer"][str(count)]) for count in config.counts]
-                mean = f"{some[0]['mean_tokens']:.1f}"
-                table.rows.append([PIECES[piece].title, str(some[0]["sequences"]), mean, *longer])
+            alike = [row for row in rows if row.get("piece") == piece and "longer" in row]
+            if alike:
+                longer = [str(alike[0]["longer"][str(count)]) for count in config.counts]
+                mean = f"{alike[0]['mean_tokens']:.1f}"
+                table.rows.append([PIECES[piece].title, str(alike[0]["sequences"]), mean, *longer])
         table.notes.append(
             f"With top = {max(config.tops)} improved and refined answer every sequence of at most as many tokens "
             "exactly, and with as many clusters as tokens nothing is shared. Padding is in no group: a sequence is "
@@ -176,7 +191,7 @@ class ClusteredTable4(Experiment):
         )
         return table
 
-    def _same(self, rows: Sequence[Row], config: Config) -> Table:
+    def _same(self, rows: Sequence[Row], config: GlueConfig) -> Table:
         table = Table(
             "How much changes: share of labels that stay as with full attention (STS-B: correlation with its answers)",
             ["attention", *(PIECES[piece].title for piece in config.pieces)],
@@ -187,12 +202,14 @@ class ClusteredTable4(Experiment):
                 table.rows.append([name, *(spread(each, 3) for each in same)])
         return table
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: GlueConfig) -> list[str]:
         pieces = ", ".join(PIECES[piece].title for piece in config.pieces)
-        told = [
+        lines = [
             f"Model: {config.model} instead of RoBERTa-base." if "roberta" not in config.model else "",
             "All-MiniLM-L6-v2 has 6 layers of 12 heads × 32 (RoBERTa-base: 12 of 12 × 64) and was trained to embed "
-            "sentences." if "MiniLM" in config.model else "",
+            "sentences."
+            if "MiniLM" in config.model
+            else "",
             f"Tasks: {pieces}. MNLI, QQP and SQuAD can not be had with labels here.",
             *(f"{PIECES[piece].title}: {PIECES[piece].split}." for piece in config.pieces),
             f"Fine-tuning: {config.tuning} (the paper does not say how its models were fine-tuned). Attention dropout "
@@ -200,44 +217,49 @@ class ClusteredTable4(Experiment):
             f"top = {config.tops[-1]} and {config.fewer} clusters are ours: most sentences are so short that 25 "
             "clusters and top = 32 leave little to approximate.",
             "refined is ours, not the paper's.",
-        ]  # fmt: skip
-        return [each for each in told if each]
+        ]
+        return [each for each in lines if each]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: GlueConfig) -> list[str]:
         small = config.tops[-1]
         refined, clustered = f"refined-{config.clusters}, top {small}", f"clustered-{config.clusters}"
-        gained = {name: {piece: apart(rows, "score", name, EXACT, piece=piece) for piece in config.pieces}
-                  for name in config.methods}  # fmt: skip
+        gained = {
+            name: {piece: apart(rows, "score", name, EXACT, piece=piece) for piece in config.pieces}
+            for name in config.methods
+        }
         there = [piece for piece in config.pieces if gained[refined][piece]]
         if not there:
             return []
         many = [piece for piece in there if _count(rows, piece) >= MANY]
-        told = []
+        lines = []
         if many:
             kept = [piece for piece in many if statistics.fmean(gained[refined][piece]) >= -BAR]
-            words = ", ".join(_told(piece, gained[refined][piece]) for piece in many)
-            told.append(
+            words = ", ".join(_points(piece, gained[refined][piece]) for piece in many)
+            lines.append(
                 f"{refined} stays within 1 point of full on {len(kept)} of {len(many)} tasks of {MANY} examples or "
                 f"more (points against full: {words})."
             )
         for name in (clustered, f"clustered-{config.fewer}"):
-            words = ", ".join(_told(piece, gained[name][piece]) for piece in there)
-            told.append(f"{name}, points against full: {words}.")
-        pairs = [piece for piece in there if PIECES[piece].pairs and piece in PUBLISHED[clustered]] \
-            if clustered in PUBLISHED else []  # fmt: skip
+            words = ", ".join(_points(piece, gained[name][piece]) for piece in there)
+            lines.append(f"{name}, points against full: {words}.")
+        pairs = (
+            [piece for piece in there if PIECES[piece].pairs and piece in PUBLISHED[clustered]]
+            if clustered in PUBLISHED
+            else []
+        )
         for piece in pairs:
             theirs = 100 * (PUBLISHED[EXACT][piece] - PUBLISHED[clustered][piece])
             ours = 0.0 - statistics.fmean(gained[clustered][piece])
             if (theirs > MUCH) != (ours > MUCH):
-                told.append(
+                lines.append(
                     f"{PIECES[piece].title} contradicts the paper: {clustered} loses {ours:.1f} points here, "
                     f"{theirs:.1f} there."
                 )
-        return told
+        return lines
 
 
-def _told(piece: str, gained: Sequence[float]) -> str:
-    """"MRPC -0.5 ± 0.1 (behind)"."""
+def _points(piece: str, gained: Sequence[float]) -> str:
+    """ "MRPC -0.5 ± 0.1 (behind)"."""
     text, verdict = lead(gained)
     return f"{PIECES[piece].title} {text}" + (f" ({verdict})" if verdict else "")
 
@@ -259,8 +281,8 @@ def approximated(
     for name, method in methods.items():
         context.tick(f"judging {name}", len(methods), len(rows))
         with answering_with(fitted.model, method):  # type: ignore[arg-type]
-            each = (moved(some, context.device) for some in batches(task, "test", batch))
-            logits, labels = said(fitted.model, each)
+            each = (moved(tensors, context.device) for tensors in batches(task, "test", batch))
+            logits, labels = answers(fitted.model, each)
         exact = logits if exact is None else exact
         row: Row = {"method": name, "settings": method, **task.figures(logits, labels)}
         row |= {"same": task.alike(logits, exact), "moved": float((logits - exact).norm() / exact.norm())}

@@ -16,7 +16,7 @@ from clusterattn.methods import method as as_method
 from ..tasks.translation import Pair, Translate, read_pairs
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
-from ._readings import NEW, PAPERS, READINGS, TOLD, in_paper, reading
+from ._readings import NEW, PAPERS, READINGS, READINGS_NOTE, in_paper, reading
 from ._texts import SAYS, against_paper
 
 # name: IWSLT14 De-En tokenised; WMT14 En-De tokenised / sacreBLEU
@@ -41,7 +41,7 @@ def _methods(reformer: int, window: int, top: int) -> tuple[tuple[str, str], ...
 
 
 @dataclass(frozen=True)
-class Config:
+class TranslationConfig:
     data: str | None = "multi30k"  # None: a language made up in code
     specs: tuple[tuple[str, str], ...] = _methods(6, 8, 8)
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -73,85 +73,117 @@ class Config:
         return found
 
 
-class Table1(Experiment):
+class ClusterFormerTable1(Experiment):
     name = "clusterformer-table1"
     place = "Table 1"
     about = "translation BLEU: transformer, reformer, routing, clusterformer (k = 3)"
     needs = ("multi30k",)
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(
+        "smoke": TranslationConfig(
             data=None, seeds=(0,), dim=16, heads=2, layers=1, feedforward=32, vocabulary=300, epochs=2, batch=16,
             warmup=2, judged=4, beam=2, seconds=1.0,
         ),
-        "small": Config(),
-        "paper": Config(
+        "small": TranslationConfig(),
+        "paper": TranslationConfig(
             data="iwslt14", specs=_methods(11, 13, 13), dim=512, layers=6, feedforward=1024, dropout=0.3,
             vocabulary=10_000, epochs=50, batch=160, lr=5e-4, warmup=4000, decay="root", weight_decay=1e-4, judged=2000,
             beam=5, seconds=40_000.0,
         ),
     }  # fmt: skip
 
-    def check(self, config: Config, context: Context) -> None:
+    def check(self, config: TranslationConfig, context: Context) -> None:
         if config.data is not None:
             context.folder(config.data)
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: TranslationConfig) -> list[Cell]:
         return [
             Cell(f"{method}, seed {seed}", {"method": method, "spec": spec, "seed": seed}, config.seconds)
-            for seed in config.seeds for method, spec in config.methods.items()
-        ]  # fmt: skip
+            for seed in config.seeds
+            for method, spec in config.methods.items()
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: TranslationConfig, context: Context) -> list[Row]:
         pairs = invented() if config.data is None else read_pairs(context.folder(config.data), "de", "en")
         pairs["dev"] = pairs["dev"][: config.judged]
         task = Translate(pairs, vocabulary=config.vocabulary)
         torch.manual_seed(cell.settings["seed"])
         model = task.model(
-            cell.settings["spec"], dim=config.dim, heads=config.heads, layers=config.layers,
-            feedforward=config.feedforward, dropout=config.dropout,
-        )  # fmt: skip
+            cell.settings["spec"],
+            dim=config.dim,
+            heads=config.heads,
+            layers=config.layers,
+            feedforward=config.feedforward,
+            dropout=config.dropout,
+        )
         settings = Settings(
-            epochs=config.epochs, batch=config.batch, judge_batch=512, optimizer="adamw", lr=config.lr,
-            warmup=config.warmup, decay=config.decay, weight_decay=config.weight_decay, clip=1.0,
+            epochs=config.epochs,
+            batch=config.batch,
+            judge_batch=512,
+            optimizer="adamw",
+            lr=config.lr,
+            warmup=config.warmup,
+            decay=config.decay,
+            weight_decay=config.weight_decay,
+            clip=1.0,
             seed=cell.settings["seed"],
-        )  # fmt: skip
+        )
         fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)
         task.beam = config.beam
         figures = judge(task, fitted.model, "test", batch=256, device=context.device)
-        return [{
-            **figures, "dev_bleu": fitted.best["bleu"], "steps": fitted.steps,
-            "seconds_per_epoch": fitted.seconds_per_epoch,
-            "parameters": sum(each.numel() for each in model.parameters()),
-            "history": [{key: each[key] for key in ("step", "loss", "bleu", "nll", "prefix_nll", "groupings")
-                         if key in each} for each in fitted.history],
-        }]  # fmt: skip
+        return [
+            {
+                **figures,
+                "dev_bleu": fitted.best["bleu"],
+                "steps": fitted.steps,
+                "seconds_per_epoch": fitted.seconds_per_epoch,
+                "parameters": sum(each.numel() for each in model.parameters()),
+                "history": [
+                    {
+                        key: each[key]
+                        for key in ("step", "loss", "bleu", "nll", "prefix_nll", "groupings")
+                        if key in each
+                    }
+                    for each in fitted.history
+                ],
+            }
+        ]
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TranslationConfig) -> list[Table]:
         table = Table(
             "Translation, BLEU (the paper's | ours)",
-            ["Model", "tokenised BLEU (IWSLT14 | here)", "sacreBLEU here", "nats per token", "from the prefix alone",
-             "WMT14 (paper)"],
-            notes=["± is the standard deviation over seeds. The paper's numbers are of other, larger data: what can be "
-                   "compared is the order and the distances."],
-        )  # fmt: skip
+            [
+                "Model",
+                "tokenised BLEU (IWSLT14 | here)",
+                "sacreBLEU here",
+                "nats per token",
+                "from the prefix alone",
+                "WMT14 (paper)",
+            ],
+            notes=[
+                "± is the standard deviation over seeds. The paper's numbers are of other, larger data: what can be "
+                "compared is the order and the distances."
+            ],
+        )
         for method in config.methods:
             published, wmt = PUBLISHED.get(in_paper(method), (None, "–"))
-            table.rows.append([
-                SAYS[method],
-                beside(published, chosen(rows, "tokenized_bleu", method=method)),
-                spread(chosen(rows, "bleu", method=method)),
-                spread(chosen(rows, "nll", method=method), 3),
-                spread(chosen(rows, "prefix_nll", method=method), 3),
-                wmt,
-            ])  # fmt: skip
+            table.rows.append(
+                [
+                    SAYS[method],
+                    beside(published, chosen(rows, "tokenized_bleu", method=method)),
+                    spread(chosen(rows, "bleu", method=method)),
+                    spread(chosen(rows, "nll", method=method), 3),
+                    spread(chosen(rows, "prefix_nll", method=method), 3),
+                    wmt,
+                ]
+            )
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TranslationConfig) -> list[str]:
         data = {
             None: "A made-up language of a few words takes the place of IWSLT14: it shows that all runs, no more.",
             "multi30k": "Multi30k (29 000 image captions, German to English, test set flickr 2016) takes the place of "
-                        "IWSLT14 (160 000 sentences of talks) and WMT14.",
-        }.get(config.data, "IWSLT14 alone; WMT14 is not run.")  # fmt: skip
+            "IWSLT14 (160 000 sentences of talks) and WMT14.",
+        }.get(config.data, "IWSLT14 alone; WMT14 is not run.")
         return [
             data,
             f"{config.layers}+{config.layers} layers of width {config.dim}, {config.heads} heads, feed-forward "
@@ -161,21 +193,26 @@ class Table1(Experiment):
             f"and marks; beam {config.beam}.",
             "Reformer's chunk and Routing's window are not told in the paper; here they are such that every method "
             "looks at about as many pairs of tokens as ClusterFormer with k = 3 (two thirds of all): "
-            + ", ".join(config.methods.values()) + ".",
+            + ", ".join(config.methods.values())
+            + ".",
             "Methods attend in the encoder and, causally, in the decoder; from decoder to encoder attention is exact.",
             "Reformer, Routing and ClusterFormer group whole target sentences in training but prefixes in translation, "
             "so later words have a say in training; ClusterFormer's causal mask is the paper's, corrected.",
-            TOLD,
-        ]  # fmt: skip
+            READINGS_NOTE,
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: TranslationConfig) -> list[str]:
         found = {method: chosen(rows, "tokenized_bleu", method=method) for method in config.methods}
         mean = {method: statistics.fmean(each) for method, each in found.items() if each}
         if "transformer" not in mean or not mean.keys() & READINGS.keys():
             return []
-        lines = ["From best to worst: " + ", ".join(
-            f"{SAYS[method]} {spread(found[method])}" for method in sorted(mean, key=mean.__getitem__, reverse=True)
-        ) + "."]  # fmt: skip
+        lines = [
+            "From best to worst: "
+            + ", ".join(
+                f"{SAYS[method]} {spread(found[method])}" for method in sorted(mean, key=mean.__getitem__, reverse=True)
+            )
+            + "."
+        ]
         for mine in [label for label in READINGS if label in mean]:
             for method in ("transformer", "reformer", "routing"):
                 if method in mean:
@@ -189,8 +226,10 @@ class Table1(Experiment):
             whole, prefix = (chosen(rows, key, method=label) for key in ("nll", "prefix_nll"))
             if prefix and len(prefix) == len(whole) and prefix != whole:
                 gap = statistics.fmean(prefix) - statistics.fmean(whole)
-                lines.append(f"{SAYS[label]}: {gap:+.3f} nats a token once the rest of the sentence is not seen by the "
-                             "groups, as in the search.")  # fmt: skip
+                lines.append(
+                    f"{SAYS[label]}: {gap:+.3f} nats a token once the rest of the sentence is not seen by the "
+                    "groups, as in the search."
+                )
         return lines
 
 
@@ -200,9 +239,9 @@ def invented(count: int = 48) -> dict[str, list[Pair]]:
     words = {"ka": "one", "lo": "two", "mi": "three", "nu": "four", "pe": "five", "ra": "six"}
     pairs = []
     for _ in range(count):
-        said = dice.choices(list(words), k=dice.randint(2, 9))
-        pairs.append((" ".join(said) + ".", " ".join(words[word] for word in reversed(said)) + "."))
+        sentence = dice.choices(list(words), k=dice.randint(2, 9))
+        pairs.append((" ".join(sentence) + ".", " ".join(words[word] for word in reversed(sentence)) + "."))
     return {"train": pairs[16:], "dev": pairs[:8], "test": pairs[8:16]}
 
 
-EXPERIMENTS: list[Any] = [Table1]
+EXPERIMENTS: list[Any] = [ClusterFormerTable1]

@@ -53,7 +53,7 @@ class Images(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class MnistConfig:
     clusters: tuple[int, ...] = (10, 50, 100, 200, 300)
     methods: tuple[str, ...] = tuple(SAYS)
     seeds: int = 5  # three do not tell neural clustering from k-means at k = 100
@@ -68,18 +68,20 @@ class Table6(Experiment):
     about = "clustering accuracy on MNIST: SOM, k-means, neural clustering; k = 10 … 300"
     needs = ("images",)
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(clusters=(4, 12), seeds=2, steps=20, rounds=5, invented=400),
-        "small": Config(),
-        "paper": Config(),
+        "smoke": MnistConfig(clusters=(4, 12), seeds=2, steps=20, rounds=5, invented=400),
+        "small": MnistConfig(),
+        "paper": MnistConfig(),
     }
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: MnistConfig) -> list[Cell]:
         return [
             Cell(f"{CELLS[method]}, k={k}, seed {seed}", {"method": method, "k": k, "seed": seed}, 1 + k / 100)
-            for k in config.clusters for method in config.methods for seed in range(config.seeds)
-        ]  # fmt: skip
+            for k in config.clusters
+            for method in config.methods
+            for seed in range(config.seeds)
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: MnistConfig, context: Context) -> list[Row]:
         data = invented(config.invented) if config.invented else mnist(context.folder("images"))
         data = Images(*(each.to(context.device) for each in data))
         method, k, seed = (cell.settings[name] for name in ("method", "k", "seed"))
@@ -88,12 +90,14 @@ class Table6(Experiment):
         train, test = accuracies(assign, data, k)  # the votes come back to the CPU: the device has finished
         return [{"accuracy": test, "accuracy_train": train, "seconds": time.perf_counter() - started}]
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: MnistConfig) -> list[Table]:
         made = []
         for key, title in (("accuracy", "test images"), ("accuracy_train", "training images")):
             theirs = "the paper's | ours" if key == "accuracy" else "ours"
-            table = Table(f"Clustering accuracy on {title}, per cent ({theirs})",
-                          ["Clusters", *(SAYS[method] for method in config.methods)])  # fmt: skip
+            table = Table(
+                f"Clustering accuracy on {title}, per cent ({theirs})",
+                ["Clusters", *(SAYS[method] for method in config.methods)],
+            )
             for k in config.clusters:
                 cells = []
                 for method in config.methods:
@@ -105,7 +109,7 @@ class Table6(Experiment):
         made[0].notes = ["Each cluster says the class that most of its training images have. ± over seeds."]
         return made
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: MnistConfig) -> bytes | None:
         """Accuracy against k, ours with the spread over seeds, the paper's hollow."""
         colours = dict(zip(SAYS, ("#009E73", "#0072B2", "#56B4E9", "#D55E00", "#B0A8A0"), strict=True))
         with plots.rules():
@@ -116,8 +120,17 @@ class Table6(Experiment):
                 if ours:
                     heights = [100 * statistics.fmean(each) for each in ours.values()]
                     off = [100 * statistics.stdev(each) if len(each) > 1 else 0 for each in ours.values()]
-                    axis.errorbar(list(ours), heights, off, color=colours[method], marker="o", ms=5, lw=1.5, capsize=2,
-                                  label=SAYS[method])  # fmt: skip
+                    axis.errorbar(
+                        list(ours),
+                        heights,
+                        off,
+                        color=colours[method],
+                        marker="o",
+                        ms=5,
+                        lw=1.5,
+                        capsize=2,
+                        label=SAYS[method],
+                    )
                 theirs = {k: each for k, each in PUBLISHED.get(method, {}).items() if k in ours}
                 axis.plot(list(theirs), list(theirs.values()), "s", mfc="none", mec=colours[method], ms=8)
             axis.plot([], [], "s", mfc="none", mec="#555555", ms=8, label="the paper's")
@@ -126,8 +139,8 @@ class Table6(Experiment):
             axis.legend()
             return plots.as_png(figure)
 
-    def differences(self, config: Config) -> list[str]:
-        said = [
+    def differences(self, config: MnistConfig) -> list[str]:
+        lines = [
             "The paper does not say how clusters are scored: here each takes the class most common among its training "
             "images, and accuracy is that of the test images. Classes are used for nothing else.",
             f"Neural clustering has {config.steps} steps, k-means (from k-means++ starts) and the map at most "
@@ -138,27 +151,30 @@ class Table6(Experiment):
             "(NeuralClustering says what is wrong with both).",
             "k-means of unit vectors is added: what the cosine alone brings, without anything neural.",
         ]
-        return said + (["Invented images, not MNIST."] if config.invented else [])
+        return lines + (["Invented images, not MNIST."] if config.invented else [])
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: MnistConfig) -> list[str]:
         def leads(k: int, one: str, other: str) -> list[float]:
             return apart(rows, "accuracy", one, other, k=k)
 
-        said = []
+        lines = []
         for other in ("kmeans", "som", "spherical"):
             found = {k: each for k in config.clusters if (each := leads(k, "neural", other))}
-            told = [f"{text} at k = {k}" + (f" ({verdict})" if verdict else "")
-                    for k, each in found.items() for text, verdict in [lead(each)]]  # fmt: skip
-            if told:
-                said.append(f"Neural clustering against {SAYS[other]}, points of test accuracy: {', '.join(told)}.")
+            texts = [
+                f"{text} at k = {k}" + (f" ({verdict})" if verdict else "")
+                for k, each in found.items()
+                for text, verdict in [lead(each)]
+            ]
+            if texts:
+                lines.append(f"Neural clustering against {SAYS[other]}, points of test accuracy: {', '.join(texts)}.")
             theirs = {k: PUBLISHED["neural"][k] - paper for k, paper in PUBLISHED.get(other, {}).items()}
             behind = [k for k, each in found.items() if theirs.get(k, 0) > 0 and statistics.fmean(each) <= 0]
             if behind:
-                said.append(f"Unlike in the paper, it is not ahead of {SAYS[other]} at k = {_listed(behind)}.")
+                lines.append(f"Unlike in the paper, it is not ahead of {SAYS[other]} at k = {_listed(behind)}.")
         worse = [k for k in config.clusters if lead(leads(k, "printed", "kmeans"))[1] == "behind"]
         if worse:
-            said.append(f"With {WITH_EQUATIONS} it falls behind k-means at k = {_listed(worse)}.")
-        return said
+            lines.append(f"With {WITH_EQUATIONS} it falls behind k-means at k = {_listed(worse)}.")
+        return lines
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -168,7 +184,7 @@ def _listed(numbers: Sequence[int]) -> str:
 # ---------------------------------------------------------------------------------------------------- the methods
 
 
-def _fitted(method: str, x: Tensor, k: int, seed: int, config: Config) -> Clusters:
+def _fitted(method: str, x: Tensor, k: int, seed: int, config: MnistConfig) -> Clusters:
     if method in ("neural", "printed"):
         return NeuralClustering(k, steps=config.steps, seed=seed, printed=method == "printed").fit(x).predict
     if method == "som":

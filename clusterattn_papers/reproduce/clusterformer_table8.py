@@ -39,7 +39,7 @@ DATA = ("gutenberg", "glue-small", "matching", "stsb", "sentences")  # and enwik
 
 
 @dataclass(frozen=True)
-class Config:
+class PretrainingConfig:
     invented: bool = False
     pieces: tuple[str, ...] = ("cola", "mrpc", "rte", "stsb", "sst2")
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -64,29 +64,30 @@ class Table8(Experiment):
     about = "pretraining (masked words, next sentence) with and without clustering, then GLUE; also needs enwik8"
     needs = DATA
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(
+        "smoke": PretrainingConfig(
             invented=True, pieces=("cola", "stsb"), seeds=(0,), dim=16, heads=2, layers=1, length=25, vocabulary=60,
             steps=4, batch=8, tuning_epochs=1, tuning_batch=16, seconds=1.0,
         ),
-        "small": Config(),
-        "paper": Config(
+        "small": PretrainingConfig(),
+        "paper": PretrainingConfig(
             scratch=False, dim=512, heads=8, length=512, vocabulary=30_522, steps=1_000_000, batch=256, lr=1e-4,
             tuning_epochs=10, tuning_lr=5e-5, seconds=500_000.0,
         ),
     }  # fmt: skip
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: PretrainingConfig) -> list[Cell]:
         return [
             Cell(
                 f"{method}, {'pretrained' if pretrained else 'from scratch'}, seed {seed}",
                 {"method": method, "spec": spec, "pretrained": pretrained, "seed": seed},
                 config.seconds * (1.0 if pretrained else 0.4),
             )
-            for seed in config.seeds for method, spec in SPECS.items()
+            for seed in config.seeds
+            for method, spec in SPECS.items()
             for pretrained in ((True, False) if config.scratch else (True,))
-        ]  # fmt: skip
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: PretrainingConfig, context: Context) -> list[Row]:
         seed = cell.settings["seed"]
         documents = invented() if config.invented else published(context.data)
         task = Masked(documents, vocabulary=config.vocabulary, length=config.length)
@@ -95,9 +96,17 @@ class Table8(Experiment):
         rows: list[Row] = []
         if cell.settings["pretrained"]:
             settings = Settings(
-                steps=config.steps, batch=config.batch, judge_batch=256, optimizer="adamw", lr=config.lr,
-                warmup=config.steps // 12, decay="linear", clip=1.0, evaluate=max(config.steps // 4, 1), seed=seed,
-            )  # fmt: skip
+                steps=config.steps,
+                batch=config.batch,
+                judge_batch=256,
+                optimizer="adamw",
+                lr=config.lr,
+                warmup=config.steps // 12,
+                decay="linear",
+                clip=1.0,
+                evaluate=max(config.steps // 4, 1),
+                seed=seed,
+            )
             fitted = fit(task, model, settings, folder=context.work / "text", device=context.device, tick=context.tick)
             rows = [{"piece": "text", **fitted.best, "steps": fitted.steps, "seconds": fitted.seconds}]
         for name in config.pieces:
@@ -105,7 +114,7 @@ class Table8(Experiment):
         return rows
 
     def _tuned(
-        self, name: str, body: Body, task: Masked, seed: int, config: Config, context: Context
+        self, name: str, body: Body, task: Masked, seed: int, config: PretrainingConfig, context: Context
     ) -> dict[str, float]:
         piece = glue.PIECES[name]
         if config.invented:
@@ -117,37 +126,53 @@ class Table8(Experiment):
         model = Tuned(body, piece.labels)
         steps = config.tuning_epochs * -(-len(texts["train"]) // config.tuning_batch)
         settings = Settings(
-            epochs=config.tuning_epochs, batch=config.tuning_batch, judge_batch=256, optimizer="adamw",
-            lr=config.tuning_lr, warmup=steps // 10, decay="linear", clip=1.0, seed=seed,
-        )  # fmt: skip
+            epochs=config.tuning_epochs,
+            batch=config.tuning_batch,
+            judge_batch=256,
+            optimizer="adamw",
+            lr=config.tuning_lr,
+            warmup=steps // 10,
+            decay="linear",
+            clip=1.0,
+            seed=seed,
+        )
         fitted = fit(tuning, model, settings, folder=context.work / name, device=context.device, tick=context.tick)
         return judge(tuning, fitted.model, "test", batch=256, device=context.device)
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: PretrainingConfig) -> list[Table]:
         shown = [key for key in PUBLISHED["transformer"] if key[0] in config.pieces]
         table = Table(
             "GLUE after pretraining (the paper's | ours)",
-            ["Model", *(f"{glue.PIECES[piece].title} {measure}" for piece, measure in shown), "hidden words, nats",
-             "next text, %"],
+            [
+                "Model",
+                *(f"{glue.PIECES[piece].title} {measure}" for piece, measure in shown),
+                "hidden words, nats",
+                "next text, %",
+            ],
             notes=["± is the standard deviation over seeds.", f"Not here, for want of training data: {NOT_HERE}."],
-        )  # fmt: skip
+        )
         for pretrained in (True, False) if config.scratch else (True,):
             for method in SPECS:
                 same = {"method": method, "pretrained": pretrained}
                 cells = [
-                    beside(PUBLISHED[method][piece, measure] if pretrained else None,
-                           chosen(rows, measure, piece=piece, **same), times=100)
+                    beside(
+                        PUBLISHED[method][piece, measure] if pretrained else None,
+                        chosen(rows, measure, piece=piece, **same),
+                        times=100,
+                    )
                     for piece, measure in shown
-                ]  # fmt: skip
-                table.rows.append([
-                    f"{SAYS[method]}, {'pretrained' if pretrained else 'from scratch'}",
-                    *cells,
-                    spread(chosen(rows, "nll", piece="text", **same), 2) if pretrained else "–",
-                    spread(chosen(rows, "next_accuracy", piece="text", **same), times=100) if pretrained else "–",
-                ])  # fmt: skip
+                ]
+                table.rows.append(
+                    [
+                        f"{SAYS[method]}, {'pretrained' if pretrained else 'from scratch'}",
+                        *cells,
+                        spread(chosen(rows, "nll", piece="text", **same), 2) if pretrained else "–",
+                        spread(chosen(rows, "next_accuracy", piece="text", **same), times=100) if pretrained else "–",
+                    ]
+                )
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: PretrainingConfig) -> list[str]:
         text = "enwik8, or its beginning, without its markup, and ten books"
         text = "words made up in code" if config.invented else text
         return [
@@ -162,15 +187,21 @@ class Table8(Experiment):
             f"Fine-tuned for {config.tuning_epochs} epochs with one learning rate, {config.tuning_lr}; published: the "
             "best of four on the dev set. MNLI, QQP and QNLI are not run.",
             *(f"{glue.PIECES[name].title}: {glue.PIECES[name].split}." for name in config.pieces),
-        ]  # fmt: skip
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: PretrainingConfig) -> list[str]:
         def scores(method: str, pretrained: bool) -> dict[int, float]:
             """Of each seed, in points: the mean over all the tasks."""
-            found = {seed: [chosen(rows, "score", piece=piece, method=method, pretrained=pretrained, seed=seed)
-                            for piece in config.pieces] for seed in config.seeds}  # fmt: skip
-            return {seed: 100 * statistics.fmean(map(statistics.fmean, each))
-                    for seed, each in found.items() if all(each)}  # fmt: skip
+            found = {
+                seed: [
+                    chosen(rows, "score", piece=piece, method=method, pretrained=pretrained, seed=seed)
+                    for piece in config.pieces
+                ]
+                for seed in config.seeds
+            }
+            return {
+                seed: 100 * statistics.fmean(map(statistics.fmean, each)) for seed, each in found.items() if all(each)
+            }
 
         def apart(one: dict[int, float], other: dict[int, float]) -> list[float]:
             return [one[seed] - other[seed] for seed in one if seed in other]
@@ -181,11 +212,14 @@ class Table8(Experiment):
             ours, verdict = lead(found)
             theirs = statistics.fmean(
                 PUBLISHED["clusterformer"][piece, glue.PIECES[piece].measure]
-                - PUBLISHED["transformer"][piece, glue.PIECES[piece].measure] for piece in config.pieces
-            )  # fmt: skip
-            lines.append(f"Pretrained, ClusterFormer is {ours} points from plain attention, the mean over "
-                         f"{len(config.pieces)} tasks and its standard error over seeds (paper, on these: "
-                         f"{theirs:+.1f}): {against_paper(verdict, theirs)}.")  # fmt: skip
+                - PUBLISHED["transformer"][piece, glue.PIECES[piece].measure]
+                for piece in config.pieces
+            )
+            lines.append(
+                f"Pretrained, ClusterFormer is {ours} points from plain attention, the mean over "
+                f"{len(config.pieces)} tasks and its standard error over seeds (paper, on these: "
+                f"{theirs:+.1f}): {against_paper(verdict, theirs)}."
+            )
         for method in SPECS:
             found = apart(scores(method, True), scores(method, False))
             if found:

@@ -20,13 +20,13 @@ from ._texts import (
     LOSSES,
     OURS,
     SAYS,
-    Config,
+    TextConfig,
     TextExperiment,
     against_paper,
     compared,
-    sizes_said,
+    sizes_note,
     trained,
-)  # fmt: skip
+)
 
 TABLE2 = {
     "transformer": {"CR": 86.2, "MR": 81.8, "SUBJ": 95.4, "MPQA": 89.9, "20NEWS": 83.6},
@@ -60,22 +60,22 @@ SMOKE: dict[str, Any] = {
 PAPER: dict[str, Any] = {"vectors": "300d", "dim": 300, "epochs": 40, "patience": 5, "lr": 1e-4, "seconds": 2000.0}
 
 
-class Table2(TextExperiment):
+class ClusterFormerTable2(TextExperiment):
     name = "clusterformer-table2"
     place = "Table 2"
     about = "text classification: CR, MR, SUBJ, MPQA, 20NEWS; transformer, reformer, routing, clusterformer"
     needs = ("sentences", "20news", "embeddings")
     readings = (CHOSEN,)
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(sets=(("CR", 1), ("20NEWS", 1)), for_long=OURS, **SMOKE),
-        "small": Config(sets=(("CR", 6), ("MR", 3), ("SUBJ", 3), ("MPQA", 3), ("20NEWS", 3)), for_long=OURS),
-        "paper": Config(
+        "smoke": TextConfig(sets=(("CR", 1), ("20NEWS", 1)), for_long=OURS, **SMOKE),
+        "small": TextConfig(sets=(("CR", 6), ("MR", 3), ("SUBJ", 3), ("MPQA", 3), ("20NEWS", 3)), for_long=OURS),
+        "paper": TextConfig(
             sets=tuple((name, 10) for name in ("CR", "MR", "SUBJ", "MPQA", "20NEWS")), for_long=OURS,
             **{**PAPER, "length": 1500},
         ),
     }  # fmt: skip
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         sets = [name for name, _ in config.sets]
         table = Table("Test accuracy, per cent (the paper's | ours)", ["Model", *sets, "Average"])
         for method in self.methods(config) + config.for_long:
@@ -92,23 +92,27 @@ class Table2(TextExperiment):
             table.notes.append(f"{', '.join(sorted(used))}.")
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TextConfig) -> list[str]:
         return [
             "CR, MR, SUBJ and MPQA have no splits of their own: 80/10/10 by lot, another one in every repetition, the "
             "same for all methods; the paper does not say how it splits. 20NEWS is by date, a tenth of its training "
             "part is dev, the same tenth in all repetitions.",
             f"Texts are cut after {config.length} words (20NEWS with its headers: mean 284 words, longest 11 821).",
-            sizes_said(config, "2 layers of width 300, 4 heads, GloVe of 300d, the rest not told"),
+            sizes_note(config, "2 layers of width 300, 4 heads, GloVe of 300d, the rest not told"),
             "k is the root of the mean length, not of the longest: our blocks share out a text's own words, not its "
             "padding.",
-            BUDGET, LOSSES,
-        ]  # fmt: skip
+            BUDGET,
+            LOSSES,
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         columns = [(name, name, "accuracy") for name, _ in config.sets]
         mine = (PAPERS, *self.readings)
-        lines = [compared(rows, columns, TABLE2, other, one)
-                 for one in mine for other in ("transformer", "reformer", "routing")]  # fmt: skip
+        lines = [
+            compared(rows, columns, TABLE2, other, one)
+            for one in mine
+            for other in ("transformer", "reformer", "routing")
+        ]
         lines += [compared(rows, columns, TABLE2, "transformer", one) for one in config.for_long]
         for one in mine:
             found = {name: apart(rows, "accuracy", one, "transformer", set=name) for name, _ in config.sets}
@@ -130,80 +134,97 @@ TRAINED_ON_DEV = (
 )
 
 
-class Table3(TextExperiment):
+class ClusterFormerTable3(TextExperiment):
     name = "clusterformer-table3"
     place = "Table 3"
     about = "inference and matching: SNLI, SciTail, Quora, WikiQA (MAP, MRR); one layer, k = 3"
     needs = ("matching", "embeddings")
     readings = NEW
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(sets=(("SNLI", 1), ("WikiQA", 1)), **SMALL_PAIRS | SMOKE),
-        "small": Config(sets=(("SNLI", 3), ("SciTail", 3), ("Quora", 3), ("WikiQA", 3)), **SMALL_PAIRS),
-        "paper": Config(
+        "smoke": TextConfig(sets=(("SNLI", 1), ("WikiQA", 1)), **SMALL_PAIRS | SMOKE),
+        "small": TextConfig(sets=(("SNLI", 3), ("SciTail", 3), ("Quora", 3), ("WikiQA", 3)), **SMALL_PAIRS),
+        "paper": TextConfig(
             sets=tuple((name, 3) for name in ("SNLI", "SciTail", "Quora", "WikiQA")),
             **{**PAPER, "clusters": 3, "length": 500, "heads": 6, "layers": 1, "batch": 128},
         ),
     }  # fmt: skip
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         sets = dict(config.sets)
         columns = [each for each in PAIR_COLUMNS if each[1] in sets]
         titles = [name if name == which else f"{which} {name.upper()}" for name, which, _ in columns]
         table = Table("Test accuracy, MAP and MRR, per cent (the paper's | ours)", ["Model", *titles])
         for method in self.methods(config):
             ours = [chosen(rows, key, set=which, method=method) for _, which, key in columns]
-            cells = [beside(TABLE3[in_paper(method)][name], each, times=100)
-                     for (name, _, _), each in zip(columns, ours, strict=True)]  # fmt: skip
+            cells = [
+                beside(TABLE3[in_paper(method)][name], each, times=100)
+                for (name, _, _), each in zip(columns, ours, strict=True)
+            ]
             table.rows.append([SAYS[method], *cells])
         table.notes = ["± is the standard deviation over seeds. WikiQA: questions that have right and wrong answers."]
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TextConfig) -> list[str]:
         return [
             TRAINED_ON_DEV,
-            sizes_said(config, "1 layer of width 300, 6 heads, GloVe of 300d for SNLI and Quora"),
+            sizes_note(config, "1 layer of width 300, 6 heads, GloVe of 300d for SNLI and Quora"),
             "SciTail and WikiQA start from GloVe too; in the paper from random vectors.",
             "How the two texts are compared is not told in the paper. Here both go through one encoder; a small "
             "network judges [a, b, |a − b|, a · b] of their means.",
-            BUDGET, LOSSES,
-        ]  # fmt: skip
+            BUDGET,
+            LOSSES,
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        lines = [compared(rows, PAIR_COLUMNS, TABLE3, other, one)
-                 for one in (PAPERS, *self.readings) for other in ("transformer", "reformer", "routing")]  # fmt: skip
+    def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
+        lines = [
+            compared(rows, PAIR_COLUMNS, TABLE3, other, one)
+            for one in (PAPERS, *self.readings)
+            for other in ("transformer", "reformer", "routing")
+        ]
         return [line for line in lines if line]
 
 
 LINES = dict(zip(NEW, ("--", ":", "-."), strict=True))
 
 
-class Figure5(Table3):
+class ClusterFormerFig5(ClusterFormerTable3):
     name = "clusterformer-fig5"
     place = "Figure 5"
     about = "convergence on SNLI: training loss of the four models"
     rows_from = "clusterformer-table3"
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         table = Table("SNLI: epochs to convergence (the paper's | ours)", ["Model", "epochs", "training loss then"])
         for method in self.methods(config):
             best = [max(row["history"], key=lambda each: each["accuracy"]) for row in self._curves(rows, method)]
-            table.rows.append([
-                SAYS[method], beside(str(FIGURE5[in_paper(method)]), [each["epoch"] for each in best]),
-                spread([each["loss"] for each in best], 3),
-            ])  # fmt: skip
+            table.rows.append(
+                [
+                    SAYS[method],
+                    beside(str(FIGURE5[in_paper(method)]), [each["epoch"] for each in best]),
+                    spread([each["loss"] for each in best], 3),
+                ]
+            )
         table.notes = ["Ours: the epoch of the best dev accuracy. The paper does not say how it tells convergence."]
         return [table]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: TextConfig) -> bytes | None:
         with plots.rules():
             figure = plots.canvas(6.2, 3.8)
             axes = figure.subplots()
             for method in self.methods(config):
                 for at, row in enumerate(self._curves(rows, method)):
                     colour, marker = plots.style_of("exact" if method == "transformer" else in_paper(method))
-                    axes.plot([each["epoch"] for each in row["history"]], [each["loss"] for each in row["history"]],
-                              color=colour, marker=marker, ms=4, lw=1.2, alpha=0.8, ls=LINES.get(method, "-"),
-                              label=SAYS[method] if at == 0 else None)  # fmt: skip
+                    axes.plot(
+                        [each["epoch"] for each in row["history"]],
+                        [each["loss"] for each in row["history"]],
+                        color=colour,
+                        marker=marker,
+                        ms=4,
+                        lw=1.2,
+                        alpha=0.8,
+                        ls=LINES.get(method, "-"),
+                        label=SAYS[method] if at == 0 else None,
+                    )
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)
             axes.legend()
@@ -211,38 +232,48 @@ class Figure5(Table3):
 
     def _curves(self, rows: Sequence[Row], method: str) -> list[Row]:
         """The rows, without the epochs whose loss was lost in a restart."""
-        return [{**row, "history": [each for each in row["history"] if each["loss"] is not None]}
-                for row in rows if row["set"] == "SNLI" and row["method"] == method]  # fmt: skip
+        return [
+            {**row, "history": [each for each in row["history"] if each["loss"] is not None]}
+            for row in rows
+            if row["set"] == "SNLI" and row["method"] == method
+        ]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TextConfig) -> list[str]:
         shown = "Drawn from the rows of Table 3. The loss is the cross-entropy alone, without L1, L2 and commitment."
         return [shown, *super().differences(config)]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        epochs = {method: [max(row["history"], key=lambda each: each["accuracy"])["epoch"]
-                           for row in self._curves(rows, method)] for method in self.methods(config)}  # fmt: skip
+    def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
+        epochs = {
+            method: [
+                max(row["history"], key=lambda each: each["accuracy"])["epoch"] for row in self._curves(rows, method)
+            ]
+            for method in self.methods(config)
+        }
         epochs = {method: each for method, each in epochs.items() if each or method in config.methods}
         if not all(epochs.values()):
             return []
         order = sorted(epochs, key=lambda method: statistics.fmean(epochs[method]))
-        return ["From the fastest to the slowest: " + ", ".join(SAYS[method] for method in order)
-                + " (paper: ClusterFormer, Transformer, Reformer, Routing Transformer)."]  # fmt: skip
+        return [
+            "From the fastest to the slowest: "
+            + ", ".join(SAYS[method] for method in order)
+            + " (paper: ClusterFormer, Transformer, Reformer, Routing Transformer)."
+        ]
 
 
-class Table4(TextExperiment):
+class ClusterFormerTable4(TextExperiment):
     name = "clusterformer-table4"
     place = "Table 4"
     about = "number of clusters k against accuracy, memory and time on 20NEWS"
     needs = ("20news", "embeddings")
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(sets=(("20NEWS", 1),), many_clusters=(0, 5, 10), **SMOKE),
-        "small": Config(
+        "smoke": TextConfig(sets=(("20NEWS", 1),), many_clusters=(0, 5, 10), **SMOKE),
+        "small": TextConfig(
             sets=(("20NEWS", 1),), many_clusters=tuple(TABLE4), epochs=8, patience=None, length=1500, seconds=30.0
         ),
-        "paper": Config(sets=(("20NEWS", 1),), many_clusters=tuple(TABLE4), **{**PAPER, "length": 1500}),
+        "paper": TextConfig(sets=(("20NEWS", 1),), many_clusters=tuple(TABLE4), **{**PAPER, "length": 1500}),
     }  # fmt: skip
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: TextConfig) -> list[Cell]:
         """What was there before the readings keeps its name; the written out transformer and the chosen reading have
         names of their own."""
         before = [("exact" if k == 0 else f"{k} clusters", {"clusters": k}) for k in config.many_clusters]
@@ -250,60 +281,71 @@ class Table4(TextExperiment):
         new += [(f"{k} clusters, {CHOSEN}", {"clusters": k, "reading": CHOSEN}) for k in config.many_clusters if k]
         return [
             Cell(f"{label}, seed {seed}", {"set": name, "seed": seed, **settings}, config.seconds, alone=True)
-            for name, repeats in config.sets for label, settings in before + new for seed in range(repeats)
-        ]  # fmt: skip
+            for name, repeats in config.sets
+            for label, settings in before + new
+            for seed in range(repeats)
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
         task, k, label = self.task(cell, config, context), cell.settings["clusters"], cell.settings.get("reading")
         method = reading(label or PAPERS, k) if k else "exact"
         with sdpa_kernel(SDPBackend.MATH) if label == WRITTEN_OUT else contextlib.nullcontext():
             return [trained(task, method, config, cell.settings["seed"], context)]
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         table = Table("20NEWS (the paper's | ours)", ["Model", "accuracy, %", "memory, MiB", "seconds per epoch"])
         models = [("Transformer, written out", 0, WRITTEN_OUT), ("Transformer, SDPA", 0, None)]
         models += [(f"k = {k}, {words}", k, label) for label, words in HEADS.items() for k in config.many_clusters if k]
         for words, k, label in models:
             accuracy, memory, seconds = TABLE4[k]
             mine = {"clusters": k, "reading": label}
-            table.rows.append([
-                words,
-                beside(accuracy, chosen(rows, "accuracy", **mine), times=100),
-                beside(float(memory), chosen(rows, "memory_mib", **mine), 0),
-                beside(seconds, chosen(rows, "seconds_per_epoch", **mine)),
-            ])  # fmt: skip
-        table.notes = ["Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
-                       "Seconds: the median over the epochs after the first, without judgements; the paper does not "
-                       "say what its seconds are of."]  # fmt: skip
+            table.rows.append(
+                [
+                    words,
+                    beside(accuracy, chosen(rows, "accuracy", **mine), times=100),
+                    beside(float(memory), chosen(rows, "memory_mib", **mine), 0),
+                    beside(seconds, chosen(rows, "seconds_per_epoch", **mine)),
+                ]
+            )
+        table.notes = [
+            "Memory: the most that was allocated while training, model and optimizer with it, on a GPU. "
+            "Seconds: the median over the epochs after the first, without judgements; the paper does not "
+            "say what its seconds are of."
+        ]
         if all(repeats == 1 for _, repeats in config.sets):
             table.notes.append("One run each: accuracies as close as these are not told apart.")
         return [table]
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TextConfig) -> list[str]:
         return [
             f"Texts are cut after {config.length} words (published: 1500); batches hold texts of like length, so few "
             "are as long as that.",
             "The paper's Transformer, of 2022, keeps its attention matrix: written out. Torch's SDPA, beside it, does "
             "not.",
-            sizes_said(config, "2 layers of width 300, batches of 64 on a V100"),
+            sizes_note(config, "2 layers of width 300, batches of 64 on a V100"),
             LOSSES,
         ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         """The paper: up to 60 clusters little accuracy is lost, and memory and time are saved with any number."""
         lines = []
         for label, heads in HEADS.items():
             for exact, words in ((None, "SDPA"), (WRITTEN_OUT, "the written out transformer")):
                 for place, (key, measured) in enumerate(MEASURED.items()):
-                    found = {k: each for k in config.many_clusters if
-                             (each := chosen(rows, key, clusters=k, reading=label if k else exact))}  # fmt: skip
+                    found = {
+                        k: each
+                        for k in config.many_clusters
+                        if (each := chosen(rows, key, clusters=k, reading=label if k else exact))
+                    }
                     if len(found) > 1 and 0 in found:
-                        ours = {k: statistics.fmean(each) * (100 if key == "accuracy" else 1)
-                                for k, each in found.items()}  # fmt: skip
+                        ours = {
+                            k: statistics.fmean(each) * (100 if key == "accuracy" else 1) for k, each in found.items()
+                        }
                         theirs = {k: TABLE4[k][place] for k in found}
                         say = _points if key == "accuracy" else _times
-                        lines.append(f"ClusterFormer ({heads}) against {words}, {measured}: {say(ours)} (paper: "
-                                     f"{say(theirs)}).")  # fmt: skip
+                        lines.append(
+                            f"ClusterFormer ({heads}) against {words}, {measured}: {say(ours)} (paper: {say(theirs)})."
+                        )
         return lines
 
 
@@ -313,36 +355,36 @@ MEASURED = {"accuracy": "points of accuracy", "memory_mib": "times the memory", 
 
 
 def _points(by_clusters: Mapping[int, float]) -> str:
-    exact, *some = sorted(by_clusters)
-    ends = max(some, key=by_clusters.__getitem__), min(some, key=by_clusters.__getitem__)
+    exact, *clustered = sorted(by_clusters)
+    ends = max(clustered, key=by_clusters.__getitem__), min(clustered, key=by_clusters.__getitem__)
     return ", ".join(f"{by_clusters[k] - by_clusters[exact]:+.1f} with k = {k}" for k in ends)
 
 
 def _times(by_clusters: Mapping[int, float]) -> str:
-    exact, *some = (by_clusters[k] for k in sorted(by_clusters))
-    return f"{min(some) / exact:.2f} to {max(some) / exact:.2f}"
+    exact, *clustered = (by_clusters[k] for k in sorted(by_clusters))
+    return f"{min(clustered) / exact:.2f} to {max(clustered) / exact:.2f}"
 
 
-class Table5(TextExperiment):
+class ClusterFormerTable5(TextExperiment):
     name = "clusterformer-table5"
     place = "Table 5"
     about = "ClusterFormer's losses L1 (clustering) and L2 (sorting of centroids), with and without: SciTail, WikiQA"
     needs = ("matching", "embeddings")
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config(sets=(("SciTail", 1), ("WikiQA", 1)), methods=tuple(TABLE5), **SMALL_PAIRS | SMOKE),
-        "small": Config(sets=(("SciTail", 3), ("WikiQA", 3)), methods=tuple(TABLE5), **SMALL_PAIRS),
-        "paper": Config(
+        "smoke": TextConfig(sets=(("SciTail", 1), ("WikiQA", 1)), methods=tuple(TABLE5), **SMALL_PAIRS | SMOKE),
+        "small": TextConfig(sets=(("SciTail", 3), ("WikiQA", 3)), methods=tuple(TABLE5), **SMALL_PAIRS),
+        "paper": TextConfig(
             sets=(("SciTail", 3), ("WikiQA", 3)), methods=tuple(TABLE5),
             **{**PAPER, "clusters": 3, "length": 500, "heads": 6, "layers": 1, "batch": 128},
         ),
     }  # fmt: skip
     columns = tuple(each for each in PAIR_COLUMNS if each[1] in ("SciTail", "WikiQA"))
 
-    def methods(self, config: Config) -> tuple[str, ...]:
+    def methods(self, config: TextConfig) -> tuple[str, ...]:
         """The weights with the first reading, under the names that its rows have, and with the chosen one."""
         return config.methods + tuple(each + WITH_CHOSEN for each in config.methods)
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
         weights, _, label = cell.settings["method"].partition(", ")
         first, _, second = weights.partition("/")
         settings = READINGS[label or PAPERS]
@@ -350,28 +392,33 @@ class Table5(TextExperiment):
         method = str(ClusterFormer(clusters=config.clusters, **settings))
         return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context)]
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         found = []
         for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
-            table = Table(f"L1 / L2 with weight (Y) or without (N), {heads}, per cent (the paper's | ours)",
-                          ["", *config.methods], notes=["± is the standard deviation over seeds."])  # fmt: skip
+            table = Table(
+                f"L1 / L2 with weight (Y) or without (N), {heads}, per cent (the paper's | ours)",
+                ["", *config.methods],
+                notes=["± is the standard deviation over seeds."],
+            )
             for name, which, key in self.columns:
-                cells = [beside(TABLE5[each][name], chosen(rows, key, set=which, method=each + end), 2, 100)
-                         for each in config.methods]  # fmt: skip
+                cells = [
+                    beside(TABLE5[each][name], chosen(rows, key, set=which, method=each + end), 2, 100)
+                    for each in config.methods
+                ]
                 table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
             found.append(table)
         return found
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TextConfig) -> list[str]:
         return [
             TRAINED_ON_DEV,
-            sizes_said(config, "1 layer of width 300, batches of 128, texts of at most 500 words"),
+            sizes_note(config, "1 layer of width 300, batches of 128, texts of at most 500 words"),
             LOSSES,
             "Only L1 and L2 train centroids and their projection (attention knows them through an argmax): with N/N "
             "both stay as they were drawn.",
-        ]  # fmt: skip
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         lines = []
         for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
             for name, which, key in self.columns:
@@ -379,11 +426,18 @@ class Table5(TextExperiment):
                 if found:
                     paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
                     gain, verdict = lead(found)
-                    told = against_paper(verdict, paper)
-                    lines.append(f"{which} {key}, {heads}: both losses bring {gain} points (paper {paper:+.1f}): "
-                                 f"{told}.")  # fmt: skip
+                    reached = against_paper(verdict, paper)
+                    lines.append(
+                        f"{which} {key}, {heads}: both losses bring {gain} points (paper {paper:+.1f}): {reached}."
+                    )
         return lines
 
 
 WITH_CHOSEN = f", {CHOSEN}"  # after the weights, in the names of Table 5's cells
-EXPERIMENTS: list[Any] = [Table2, Table3, Table4, Table5, Figure5]
+EXPERIMENTS: list[Any] = [
+    ClusterFormerTable2,
+    ClusterFormerTable3,
+    ClusterFormerTable4,
+    ClusterFormerTable5,
+    ClusterFormerFig5,
+]

@@ -25,8 +25,10 @@ def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: s
     parts += [as_markdown(table) for table in experiment.tables(rows, config)]
     if picture:
         parts.append(f"![{experiment.place}]({picture})")
-    for title, lines in (("What came out", experiment.findings(rows, config)),
-                         ("What differs from the paper", differences(experiment, scale))):  # fmt: skip
+    for title, lines in (
+        ("What came out", experiment.findings(rows, config)),
+        ("What differs from the paper", differences(experiment, scale)),
+    ):
         if lines:
             parts.append(f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines))
     parts.append(f"<sub>{where(rows)}</sub>")

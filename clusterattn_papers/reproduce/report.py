@@ -24,8 +24,10 @@ def write_page(results: Path, out: Path, command: str = "") -> Path:
     if not results.is_dir():
         raise bad_value("--results, a folder of .jsonl files", str(results), "`clusterattn reproduce` or `bench` first")
     pictures: dict[str, bytes] = {}
-    papers = [(title, [_shown(each, results, pictures) for each in experiments().values() if each.paper == title])
-              for title in PAPERS.values()]  # fmt: skip
+    papers = [
+        (title, [_shown(each, results, pictures) for each in experiments().values() if each.paper == title])
+        for title in PAPERS.values()
+    ]
     others = [_file(path) for path in sorted(results.glob("*.jsonl")) if not path.name.startswith(THEME)]
     facts = {"papers": papers, "others": [each for each in others if each], "command": command}
     return write_whole(out, page("results.html.jinja", pictures, folder=Path(__file__).parent, **facts))
@@ -33,8 +35,13 @@ def write_page(results: Path, out: Path, command: str = "") -> Path:
 
 def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[str, Any]:
     """One experiment with what there is of it; its picture is added to the others."""
-    head = {"name": experiment.name, "place": experiment.place, "about": experiment.about, "cannot": experiment.cannot,
-            "needs": experiment.needs}  # fmt: skip
+    head = {
+        "name": experiment.name,
+        "place": experiment.place,
+        "about": experiment.about,
+        "cannot": experiment.cannot,
+        "needs": experiment.needs,
+    }
     found = best_scale(experiment, results)
     if found is None:
         return {**head, "scale": None}
@@ -59,8 +66,11 @@ def _file(path: Path) -> dict[str, Any] | None:
     rows = [_flat(row) for row in files.read(path) if isinstance(row, dict)]
     if not rows:
         return None
-    columns = [name for name in dict.fromkeys(key for row in rows for key in row)
-               if not any(isinstance(row.get(name), (dict, list)) for row in rows)]  # fmt: skip
+    columns = [
+        name
+        for name in dict.fromkeys(key for row in rows for key in row)
+        if not any(isinstance(row.get(name), (dict, list)) for row in rows)
+    ]
     varied = [name for name in columns if name == "method" or len({str(row.get(name)) for row in rows}) > 1]
     return {
         "name": path.name,
@@ -73,8 +83,12 @@ def _file(path: Path) -> dict[str, Any] | None:
 
 def _flat(row: Row) -> Row:
     """Measured numbers that stand together under one name, each in a column of its own."""
-    inner = {f"{name}: {key}": value for name, part in row.items() if isinstance(part, dict) and name != "environment"
-             and name != "settings" for key, value in part.items()}  # fmt: skip
+    inner = {
+        f"{name}: {key}": value
+        for name, part in row.items()
+        if isinstance(part, dict) and name != "environment" and name != "settings"
+        for key, value in part.items()
+    }
     return {**row, **inner}
 
 

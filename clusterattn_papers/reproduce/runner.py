@@ -21,13 +21,13 @@ import torch
 
 from clusterattn import _rows as files
 from clusterattn._errors import bad_value
+from clusterattn._progress import Progress
 from clusterattn._rows import Row
 
 from . import experiments
 from ._experiment import SCALES, Cell, Context, Experiment, as_dict
 
 THEME = "reproduce"
-Tick = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def reproduce(
     jobs: int = 1,
     only: str | None = None,
     commit: str | None = None,
-    tick: Tick = lambda text, total, done: None,
+    tick: Progress = lambda text, total, done: None,
 ) -> Outcome:
     """Run what is missing of the named experiments, in their order; rows go to ``out`` as they come.
 
@@ -89,8 +89,8 @@ def reproduce(
     left = [work for each in made for work in missing(each, scale, out, only)]
     named_so = [cell.name for each in made for cell in each.cells(each.scales[scale])]
     if only is not None and not any(re.search(only, name) for name in named_so):
-        some = "; ".join(named_so[:: max(len(named_so) // 3, 1)][:3])
-        raise bad_value("--only, that finds a cell", repr(only), f"a part of a name like: {some}")
+        examples = "; ".join(named_so[:: max(len(named_so) // 3, 1)][:3])
+        raise bad_value("--only, that finds a cell", repr(only), f"a part of a name like: {examples}")
     around = files.environment(device)
     around["commit"] = commit or around["commit"]
     failed: dict[str, str] = {}
@@ -109,7 +109,7 @@ def reproduce(
             files.append(path, *(_whole_row(work, row, mine) for row in answer))
         tick(label, len(left), done)
 
-    def inside(work: Work) -> Tick:
+    def inside(work: Work) -> Progress:
         """The progress of a cell, told beside that of all."""
         label = f"{work.experiment}: {work.cell.name}"
         return lambda text, total, step: tick(f"{label}: {step} of {total}, {text}", len(left), done)
@@ -144,18 +144,23 @@ def done_rows(experiment: Experiment, scale: str, out: Path) -> list[Row]:
 
 def fingerprint(experiment: Experiment, scale: str) -> str:
     """Changes with the configuration, so that rows of another one are never mixed in. More seeds are no other one."""
-    told = {name: value for name, value in as_dict(experiment.scales[scale]).items() if name != "seeds"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    settings = {name: value for name, value in as_dict(experiment.scales[scale]).items() if name != "seeds"}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def _whole_row(work: Work, row: Row, around: Row) -> Row:
-    head = {"theme": THEME, "experiment": work.experiment, "scale": work.scale,
-            "config": fingerprint(named(work.experiment), work.scale), "cell": work.cell.name}  # fmt: skip
+    head = {
+        "theme": THEME,
+        "experiment": work.experiment,
+        "scale": work.scale,
+        "config": fingerprint(named(work.experiment), work.scale),
+        "cell": work.cell.name,
+    }
     return {**head, **work.cell.settings, **row, "environment": around}
 
 
 def _in_turn(
-    works: Sequence[Work], data: Path | None, device: str, inside: Callable[[Work], Tick]
+    works: Sequence[Work], data: Path | None, device: str, inside: Callable[[Work], Progress]
 ) -> Iterator[tuple[Work, list[Row] | str]]:
     for work in works:
         yield work, _do(work, data, device, inside(work))
@@ -189,7 +194,7 @@ def threads_of(jobs: int) -> int:
     return max((os.cpu_count() or 1) // jobs, 1)
 
 
-def _do(work: Work, data: Path | None, device: str, tick: Tick | None = None) -> list[Row] | str:
+def _do(work: Work, data: Path | None, device: str, tick: Progress | None = None) -> list[Row] | str:
     """One cell, in whatever process this is: its rows, or how it failed."""
     experiment = named(work.experiment)
     folder = work_folder(work)

@@ -28,7 +28,7 @@ DRAWS = "The random directions of SMYRF are the same in every layer, step and ju
 
 
 @dataclass(frozen=True)
-class Config:
+class RebuttalConfig:
     """methods: what is trained with, by name; all of them, and those of ``swapped``, also answer for the model that was
     trained with full attention."""
 
@@ -50,40 +50,52 @@ class FineTuned(Experiment):
     split_by_seed: ClassVar[bool] = False
     seconds: ClassVar[float] = 30
 
-    def cells(self, config: Config) -> list[Cell]:
+    def cells(self, config: RebuttalConfig) -> list[Cell]:
         return [
             Cell(f"{name}, seed {seed}", {"trained": name, "seed": seed}, self.seconds)
             for name in config.methods
             for seed in range(config.seeds)
         ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: RebuttalConfig, context: Context) -> list[Row]:
         name, seed = cell.settings["trained"], cell.settings["seed"]
         task = opened(
-            self.piece, context.data, config.model, context.work, length=config.length,
-            seed=seed if self.split_by_seed else 0, limits=config.limits,
-        )  # fmt: skip
+            self.piece,
+            context.data,
+            config.model,
+            context.work,
+            length=config.length,
+            seed=seed if self.split_by_seed else 0,
+            limits=config.limits,
+        )
         fitted = fine_tuned(task, config.methods[name], config.tuning, seed, context)
         others = {**config.methods, **config.swapped} if name == FULL else {name: config.methods[name]}
         rows = approximated(task, fitted, others, context)
         lengths = [task.length(each) for each in task.splits["test"]]
-        rows[0] |= {"sequences": len(lengths), "mean_tokens": statistics.fmean(lengths),
-                    "longer_than_32": sum(each > 32 for each in lengths),
-                    "train": len(task.splits["train"])}  # fmt: skip
+        rows[0] |= {
+            "sequences": len(lengths),
+            "mean_tokens": statistics.fmean(lengths),
+            "longer_than_32": sum(each > 32 for each in lengths),
+            "train": len(task.splits["train"]),
+        }
         return rows
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: RebuttalConfig) -> list[Table]:
         table = Table(
             f"{self.place}: {PIECES[self.piece].title}, %",
-            ["attention", *(f"trained with it: {measure}" for measure in self.measures),
-             f"only swapped into the model trained with full: {self.measures[0]}"],
-        )  # fmt: skip
+            [
+                "attention",
+                *(f"trained with it: {measure}" for measure in self.measures),
+                f"only swapped into the model trained with full: {self.measures[0]}",
+            ],
+        )
         for name in {**config.methods, **config.swapped}:
             alone = [
-                beside(self.published.get(name), self._trained(rows, name, measure), 1, 100) if not at
+                beside(self.published.get(name), self._trained(rows, name, measure), 1, 100)
+                if not at
                 else spread(self._trained(rows, name, measure), 1, 100)
                 for at, measure in enumerate(self.measures)
-            ]  # fmt: skip
+            ]
             if name not in config.methods:
                 alone = ["–"] * len(self.measures)
             swapped = spread(chosen(rows, self.measures[0], trained=FULL, method=name), 1, 100) if name != FULL else "–"
@@ -102,7 +114,7 @@ class FineTuned(Experiment):
     def _trained(rows: Sequence[Row], name: str, measure: str) -> list[float]:
         return chosen(rows, measure, trained=name, method=name)
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: RebuttalConfig) -> list[str]:
         limits = ", ".join(f"{count} for {split}" for split, count in config.limits.items())
         return [
             f"Model: {config.model}{_size(config.model)}. {self._theirs}",
@@ -114,13 +126,13 @@ class FineTuned(Experiment):
 
     _theirs: ClassVar[str] = ""
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        told = []
+    def findings(self, rows: Sequence[Row], config: RebuttalConfig) -> list[str]:
+        lines = []
         for name in config.methods:
             leads = self._leads(rows, name, FULL)
             if name != FULL and leads:
-                told.append(f"Trained with {name}, against full: {ahead(leads, self.measures[0])}.")
-        return told
+                lines.append(f"Trained with {name}, against full: {ahead(leads, self.measures[0])}.")
+        return lines
 
     def _leads(self, rows: Sequence[Row], one: str, other: str) -> list[float]:
         """Points between what was trained with one and with the other, seed by seed."""
@@ -166,39 +178,39 @@ class Imdb(FineTuned):
     }  # fmt: skip
     seconds: ClassVar[float] = 120
     _theirs: ClassVar[str] = "The rebuttal's is RoBERTa."
-    scales: ClassVar[dict[str, Config]] = {
-        "smoke": Config(_ablation(2, 8), {"refined-4": "refined:clusters=4,top=4"}, model="tiny", length=48, seeds=1,
-                        tuning=TINY),
-        "small": Config(
+    scales: ClassVar[dict[str, RebuttalConfig]] = {
+        "smoke": RebuttalConfig(_ablation(2, 8), {"refined-4": "refined:clusters=4,top=4"}, model="tiny", length=48,
+                                seeds=1, tuning=TINY),
+        "small": RebuttalConfig(
             _ablation(8, 32),
             {"refined-25, top 32": "refined:clusters=25,top=32", "improved-25, top 32": "improved:clusters=25,top=32",
              "clustered-25": "clustered:clusters=25"},
             limits={"train": 8000, "dev": 1000, "test": 5000},
         ),
-        "paper": Config(_ablation(8, 32), model="FacebookAI/roberta-base",
+        "paper": RebuttalConfig(_ablation(8, 32), model="FacebookAI/roberta-base",
                         tuning=Tuning(epochs=3, lr=2e-5, pool="first")),
     }  # fmt: skip
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: RebuttalConfig) -> list[str]:
         return [
             *super().differences(config),
-            "\"Reformer (Cross-Polytope LSH)\" is taken as that hash in the same code, as the rebuttal's text says; "
+            '"Reformer (Cross-Polytope LSH)" is taken as that hash in the same code, as the rebuttal\'s text says; '
             "Reformer itself needs shared queries and keys, which a pretrained model does not have.",
             "What is swapped in without training, and refined, improved and clustered, are ours.",
-        ]  # fmt: skip
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        told = super().findings(rows, config)
+    def findings(self, rows: Sequence[Row], config: RebuttalConfig) -> list[str]:
+        lines = super().findings(rows, config)
         for kind, theirs in (("e2lsh", 93.7 - 89.3), ("crosspolytope", 93.7 - 88.7)):
             leads = self._leads(rows, TRANSFORMS["asymmetric"], TRANSFORMS[kind])
             if leads:
                 as_there = statistics.fmean(leads) >= theirs / 2 and lead(leads)[1] in ("ahead", "")
                 sense = "as in the rebuttal" if as_there else "which does not confirm the rebuttal"
-                told.append(
+                lines.append(
                     f"The asymmetric transform against {TRANSFORMS[kind]}: {ahead(leads, 'accuracy')}, {sense} "
                     f"({theirs:+.1f})."
                 )
-        return told
+        return lines
 
 
 # ---------------------------------------------------------------------------------------------------- CoLA
@@ -213,14 +225,14 @@ class Cola(FineTuned):
     measures: ClassVar[tuple[str, ...]] = ("matthews", "accuracy")
     published: ClassVar[dict[str, float]] = {"smyrf 2 × 32": 60.4}
     _theirs: ClassVar[str] = "The rebuttal's is BERT-large, without a figure for full attention beside it."
-    scales: ClassVar[dict[str, Config]] = {
-        "smoke": Config(against_full(2, 32, 8), model="tiny", length=48, seeds=1, tuning=TINY),
-        "small": Config(against_full(2, 32, 8), length=128, tuning=Tuning(epochs=4)),
-        "paper": Config(against_full(2, 32), model="google-bert/bert-large-uncased", length=128,
+    scales: ClassVar[dict[str, RebuttalConfig]] = {
+        "smoke": RebuttalConfig(against_full(2, 32, 8), model="tiny", length=48, seeds=1, tuning=TINY),
+        "small": RebuttalConfig(against_full(2, 32, 8), length=128, tuning=Tuning(epochs=4)),
+        "paper": RebuttalConfig(against_full(2, 32), model="google-bert/bert-large-uncased", length=128,
                         tuning=Tuning(epochs=3, lr=2e-5, pool="first")),
     }  # fmt: skip
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: RebuttalConfig) -> list[str]:
         return [
             *super().differences(config),
             "Almost every sentence of CoLA has fewer than 32 tokens and so sits in one bucket of 32, where SMYRF is "
@@ -242,16 +254,16 @@ class Hyperpartisan(FineTuned):
     published: ClassVar[dict[str, float]] = {"smyrf 4 × 64": 97.2}
     split_by_seed: ClassVar[bool] = True
     _theirs: ClassVar[str] = "The rebuttal's is RoBERTa, beside a Longformer of 4096 tokens with 94.8 %."
-    scales: ClassVar[dict[str, Config]] = {
-        "smoke": Config(against_full(4, 8), model="tiny", length=48, seeds=1, tuning=TINY),
-        "small": Config(against_full(4, 64), seeds=5, tuning=Tuning(epochs=10, batch=16)),
-        "paper": Config(against_full(4, 64), model="FacebookAI/roberta-base", seeds=5,
+    scales: ClassVar[dict[str, RebuttalConfig]] = {
+        "smoke": RebuttalConfig(against_full(4, 8), model="tiny", length=48, seeds=1, tuning=TINY),
+        "small": RebuttalConfig(against_full(4, 64), seeds=5, tuning=Tuning(epochs=10, batch=16)),
+        "paper": RebuttalConfig(against_full(4, 64), model="FacebookAI/roberta-base", seeds=5,
                         tuning=Tuning(epochs=15, lr=3e-5, pool="first")),
     }  # fmt: skip
 
-    def differences(self, config: Config) -> list[str]:
-        told = "The rebuttal does not say which figure its per cent are: both are shown."
-        return [*super().differences(config), told]
+    def differences(self, config: RebuttalConfig) -> list[str]:
+        note = "The rebuttal does not say which figure its per cent are: both are shown."
+        return [*super().differences(config), note]
 
 
 # ---------------------------------------------------------------------------------------------------- BigGAN
@@ -279,14 +291,16 @@ class Block:
             seats = f"q_seats={n // count},k_seats={n // 4 // count}"
             return f"smyrf {rounds} × {n // count}", f"smyrf:rounds={rounds},{seats}"
 
-        return dict([
-            buckets(4, 8),
-            buckets(4, 32),
-            buckets(8, 64),
-            (f"clustered-{self.clusters}", f"clustered:{few}"),
-            (f"improved-{self.clusters}, top {self.top}", f"improved:{few},top={self.top}"),
-            (f"refined-{self.clusters}, top {self.top}", f"refined:{few},top={self.top}"),
-        ])  # fmt: skip
+        return dict(
+            [
+                buckets(4, 8),
+                buckets(4, 32),
+                buckets(8, 64),
+                (f"clustered-{self.clusters}", f"clustered:{few}"),
+                (f"improved-{self.clusters}, top {self.top}", f"improved:{few},top={self.top}"),
+                (f"refined-{self.clusters}, top {self.top}", f"refined:{few},top={self.top}"),
+            ]
+        )
 
 
 PLAIN, SDPA = "plain (as BigGAN's code)", "sdpa"
@@ -341,9 +355,13 @@ class BigGan(Experiment):
         table = Table(
             f"{config.batch} images, {n} queries × {n // 4} keys, one head, q and k × {config.channels // 8}, v × "
             f"{config.channels // 2}, {config.dtype}",
-            ["attention", *(f"{which}, ms" for which in PASSES), *(f"{which}, MiB" for which in PASSES),
-             *(f"error, logits of spread {sharp:g}" for sharp in config.sharpness)],
-        )  # fmt: skip
+            [
+                "attention",
+                *(f"{which}, ms" for which in PASSES),
+                *(f"{which}, MiB" for which in PASSES),
+                *(f"error, logits of spread {sharp:g}" for sharp in config.sharpness),
+            ],
+        )
         for name in (PLAIN, SDPA, *config.methods):
             first = [row for row in rows if row["method"] == name and row["sharpness"] == config.sharpness[0]]
             times = [spread(chosen(first, "seconds", **{"pass": which}), 2, 1e3) for which in PASSES]
@@ -369,18 +387,19 @@ class BigGan(Experiment):
         ]
 
     def findings(self, rows: Sequence[Row], config: Block) -> list[str]:
-        told = []
+        lines = []
         for sharp in config.sharpness:
-            some = [row for row in rows if row["sharpness"] == sharp and row["pass"] == PASSES[0] and "error" in row]
-            peer = chosen(some, "seconds", method=SDPA)
-            ours = sorted((row for row in some if row["method"] in config.methods), key=lambda row: float(row["error"]))
+            alike = [row for row in rows if row["sharpness"] == sharp and row["pass"] == PASSES[0] and "error" in row]
+            peer = chosen(alike, "seconds", method=SDPA)
+            ours = [row for row in alike if row["method"] in config.methods]
+            ours.sort(key=lambda row: float(row["error"]))
             if ours and peer:
                 words = ", ".join(
                     f"{row['method']} error {row['error']:.3f} at {peer[0] / row['seconds']:.2f} × the speed"
                     for row in ours
                 )
-                told.append(f"Logits of spread {sharp:g}, forward, against sdpa: {words}.")
-        return told
+                lines.append(f"Logits of spread {sharp:g}, forward, against sdpa: {words}.")
+        return lines
 
 
 def picture_like(config: Block, sharpness: float, seed: int = 0) -> Sample:

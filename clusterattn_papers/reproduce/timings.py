@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clusterattn._rows import Row
-from clusterattn.measure import plots
 from clusterattn.nn import EncoderLayer
 
 from ..models import Positions, Stack
+from ._curves import Curves, drawn_lines, spaced
 from ._experiment import Cell, Context, Experiment, Table
 from ._pace import Step, casting, forward_backward, measured
 from ._readings import CHOSEN, PAPERS, in_paper, reading
@@ -68,7 +68,7 @@ WORDS, CLASSES = 20_000, 20
 
 
 @dataclass(frozen=True)
-class Config:
+class TimingsConfig:
     lengths: tuple[int, ...]
     methods: tuple[str, ...]
     batch: int = 0  # 0: as many sequences as make ``tokens``
@@ -96,11 +96,14 @@ def _kernel(label: str) -> Any:
 class Timing(Experiment):
     """Cells that measure time: one after the other, nothing beside them."""
 
-    def cells(self, config: Config) -> list[Cell]:
-        return [Cell(f"{method}, {n} tokens", {"method": method, "n": n}, alone=True) for n in config.lengths
-                for method in config.labels]  # fmt: skip
+    def cells(self, config: TimingsConfig) -> list[Cell]:
+        return [
+            Cell(f"{method}, {n} tokens", {"method": method, "n": n}, alone=True)
+            for n in config.lengths
+            for method in config.labels
+        ]
 
-    def run(self, cell: Cell, config: Config, context: Context) -> list[Row]:
+    def run(self, cell: Cell, config: TimingsConfig, context: Context) -> list[Row]:
         label, n = cell.settings["method"], cell.settings["n"]
         rows: list[Row] = []
         for which in self.passes:
@@ -117,15 +120,21 @@ class Timing(Experiment):
 
     passes: ClassVar[tuple[str, ...]] = ("training",)
 
-    def step(self, label: str, n: int, config: Config, device: torch.device, training: bool) -> Step:
+    def step(self, label: str, n: int, config: TimingsConfig, device: torch.device, training: bool) -> Step:
         raise NotImplementedError
 
     def _units(self, row: Row | None, key: str, unit: float) -> float | None:
         return None if row is None or row.get("failed") or not row.get(key) else float(row[key]) * unit
 
-    def _table(self, title: str, rows: Sequence[Row], config: Config, which: str,
-               cell: Callable[[str, int, Row | None], str]) -> Table:  # fmt: skip
-        table = Table(title, ["Attention", *(_spaced(n) for n in config.lengths)])
+    def _table(
+        self,
+        title: str,
+        rows: Sequence[Row],
+        config: TimingsConfig,
+        which: str,
+        cell: Callable[[str, int, Row | None], str],
+    ) -> Table:
+        table = Table(title, ["Attention", *(spaced(n) for n in config.lengths)])
         for label in config.labels:
             table.rows.append([label, *(cell(label, n, _one(rows, label, n, which)) for n in config.lengths)])
         return table
@@ -135,12 +144,17 @@ def _one(rows: Sequence[Row], label: str, n: int, which: str) -> Row | None:
     return next((row for row in rows if (row["method"], row["n"], row["pass"]) == (label, n, which)), None)
 
 
-def _batch(config: Config, n: int) -> int:
+def _curves(rows: Sequence[Row], config: TimingsConfig, which: str, height: Callable[[Row], float], key: str) -> Curves:
+    found = {}
+    for label in config.methods:
+        mine = [row for n in config.lengths if (row := _one(rows, label, n, which)) and row.get(key)]
+        if mine:
+            found[label] = [row["n"] for row in mine], [height(row) for row in mine]
+    return found
+
+
+def _batch(config: TimingsConfig, n: int) -> int:
     return config.batch or max(config.tokens // n, 1)
-
-
-def _spaced(n: int) -> str:
-    return f"{n:,}".replace(",", " ")
 
 
 def _number(value: float) -> str:
@@ -155,12 +169,12 @@ class ClusteredFigure4(Timing):
     place = "Figure 4"
     about = "time and memory per element against the length, 2^9 … 2^15: one layer, forward and backward"
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config((64, 128), tuple(LAYER), tokens=128, heads=2, dim=16, feedforward=32, seconds=0.0),
-        "small": Config(tuple(2**each for each in range(9, 16)), tuple(LAYER), precision="bf16"),
-        "paper": Config(tuple(2**each for each in range(9, 16)), tuple(LAYER), seconds=3.0),
+        "smoke": TimingsConfig((64, 128), tuple(LAYER), tokens=128, heads=2, dim=16, feedforward=32, seconds=0.0),
+        "small": TimingsConfig(tuple(2**each for each in range(9, 16)), tuple(LAYER), precision="bf16"),
+        "paper": TimingsConfig(tuple(2**each for each in range(9, 16)), tuple(LAYER), seconds=3.0),
     }
 
-    def step(self, label: str, n: int, config: Config, device: torch.device, training: bool) -> Step:
+    def step(self, label: str, n: int, config: TimingsConfig, device: torch.device, training: bool) -> Step:
         layer = EncoderLayer(
             config.dim, config.heads, LAYER[label], feedforward=config.feedforward, dropout=0.0, device=device
         )
@@ -173,7 +187,7 @@ class ClusteredFigure4(Timing):
 
         return forward_backward([x, *layer.parameters()], loss)
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TimingsConfig) -> list[Table]:
         def per_element(key: str, unit: float) -> Callable[[str, int, Row | None], str]:
             def cell(label: str, n: int, row: Row | None) -> str:
                 value = self._units(row, key, unit)
@@ -186,39 +200,49 @@ class ClusteredFigure4(Timing):
         time.notes = ["Forward and backward; – means out of memory. The paper shows curves, without numbers."]
         return [time, memory]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: TimingsConfig) -> bytes | None:
         def drawn(key: str, unit: float) -> Curves:
             return _curves(rows, config, "training", lambda row: row[key] * unit / (row["batch"] * row["n"]), key)
 
-        return _lines([("time per element (µs)", drawn("seconds", 1e6)),
-                       ("memory per element (KiB)", drawn("memory_bytes", 1 / 1024))], log=True)  # fmt: skip
+        return drawn_lines(
+            [
+                ("time per element (µs)", drawn("seconds", 1e6)),
+                ("memory per element (KiB)", drawn("memory_bytes", 1 / 1024)),
+            ],
+            log=True,
+        )
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TimingsConfig) -> list[str]:
         return [
-            f"Batches of {_spaced(config.tokens)} tokens where the paper takes the largest that fits; "
+            f"Batches of {spaced(config.tokens)} tokens where the paper takes the largest that fits; "
             f"{config.precision.replace('no', 'fp32')}; {REPLAYED}.",
             "The paper's full attention writes its matrix out; torch's SDPA, which does not, stands beside it.",
             f"Each call is repeated for {config.seconds} s or once. Refined and smyrf are added.",
-            *_sizes_said(config, (1, 384, 6)),
-        ]  # fmt: skip
+            *_sizes_note(config, (1, 384, 6)),
+        ]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        said = []
+    def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
+        lines = []
         for label in ("clustered", "improved", "refined"):
             for full, paper in (("full (written out)", {"clustered": 1000, "improved": 2000}), ("full (SDPA)", {})):
                 at = _ahead_from(rows, config, label, full)
                 if at is not None:
                     theirs = f" (the paper: about {paper[label]})" if label in paper else ""
-                    where = f"from {_spaced(at)} tokens on" if at else "at no length measured"
-                    said.append(f"{label} is faster than {full} {where}{theirs}.")
-        return said
+                    where = f"from {spaced(at)} tokens on" if at else "at no length measured"
+                    lines.append(f"{label} is faster than {full} {where}{theirs}.")
+        return lines
 
 
-def _ahead_from(rows: Sequence[Row], config: Config, label: str, other: str, which: str = "training") -> int | None:
+def _ahead_from(
+    rows: Sequence[Row], config: TimingsConfig, label: str, other: str, which: str = "training"
+) -> int | None:
     """The least length from which on a method is faster wherever both ran; 0: never; None: nothing to compare."""
     pairs = [(n, _one(rows, label, n, which), _one(rows, other, n, which)) for n in config.lengths]
-    faster = {n: "failed" in theirs or ours["seconds"] < theirs["seconds"] for n, ours, theirs in pairs
-              if ours and theirs and "failed" not in ours}  # fmt: skip
+    faster = {
+        n: "failed" in theirs or ours["seconds"] < theirs["seconds"]
+        for n, ours, theirs in pairs
+        if ours and theirs and "failed" not in ours
+    }
     if not faster:
         return None
     slow = [n for n, yes in faster.items() if not yes]
@@ -229,10 +253,10 @@ def _ahead_from(rows: Sequence[Row], config: Config, label: str, other: str, whi
 # ---------------------------------------------------------------------------------------------------- ClusterFormer
 
 
-class Reader(nn.Module):
+class TimedReader(nn.Module):
     """Words to classes, without padding: exact attention may then take its fastest kernel."""
 
-    def __init__(self, method: str, config: Config, length: int) -> None:
+    def __init__(self, method: str, config: TimingsConfig, length: int) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(WORDS, config.dim), Positions(config.dim)
         self.stack = Stack(
@@ -251,8 +275,8 @@ def _spec(label: str, n: int) -> str:
 
 
 class ModelTiming(Timing):
-    def step(self, label: str, n: int, config: Config, device: torch.device, training: bool) -> Step:
-        model = Reader(_spec(label, n), config, n).to(device).train(training)
+    def step(self, label: str, n: int, config: TimingsConfig, device: torch.device, training: bool) -> Step:
+        model = TimedReader(_spec(label, n), config, n).to(device).train(training)
         ids = torch.randint(WORDS, (config.batch, n), device=device)
         classes = torch.randint(CLASSES, (config.batch,), device=device)
 
@@ -269,7 +293,7 @@ class ModelTiming(Timing):
 
         return forward_backward(list(model.parameters()), loss) if training else forward
 
-    def _said(self, config: Config) -> list[str]:
+    def _shared_differences(self, config: TimingsConfig) -> list[str]:
         return [
             f"Random words instead of 20NEWS: time and memory depend on shapes alone. Batches of {config.batch}, "
             f"{config.precision.replace('no', 'fp32')}, no padding, no optimizer's step.",
@@ -280,11 +304,11 @@ class ModelTiming(Timing):
             "Clustered, improved and refined (100 clusters) are added.",
             "Routing has √N centroids of √N tokens, clusterformer √N clusters, reformer 4 rounds with chunks of 32.",
             f"{PAPERS} has one grouping for all heads, {CHOSEN} one for each.",
-            *_sizes_said(config, (2, 300, 4)),
+            *_sizes_note(config, (2, 300, 4)),
         ]
 
 
-def _sizes_said(config: Config, paper: tuple[int, int, int]) -> list[str]:
+def _sizes_note(config: TimingsConfig, paper: tuple[int, int, int]) -> list[str]:
     ours = (config.layers, config.dim, config.heads)
     if ours == paper:
         return []
@@ -302,52 +326,57 @@ class Figure3(ModelTiming):
     about = "time of training and of inference against the length, up to 2000 words in batches of 20"
     passes = ("training", "inference")
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config((48,), BEFORE, **SMOKE),
-        "small": Config((250, 500, 1000, 1500, 2000), BEFORE, batch=20, **READER),
-        "paper": Config(tuple(range(200, 2001, 200)), BEFORE, batch=20, seconds=5.0, **PAPER_READER),
+        "smoke": TimingsConfig((48,), BEFORE, **SMOKE),
+        "small": TimingsConfig((250, 500, 1000, 1500, 2000), BEFORE, batch=20, **READER),
+        "paper": TimingsConfig(tuple(range(200, 2001, 200)), BEFORE, batch=20, seconds=5.0, **PAPER_READER),
     }
     key: ClassVar[str] = "seconds"
     unit: ClassVar[float] = STEPS
     words: ClassVar[str] = f"s for {STEPS} steps"
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TimingsConfig) -> list[Table]:
         def cell(label: str, n: int, row: Row | None) -> str:
             value = self._units(row, self.key, self.unit)
             return "…" if row is None else "–" if value is None else _number(value)
 
         made = [self._table(f"{which.capitalize()}, {self.words}", rows, config, which, cell) for which in self.passes]
-        saved = Table(f"Saved against the transformer at {config.lengths[-1]} words, per cent (the paper's | ours)",
-                      ["Attention", *self.passes])  # fmt: skip
+        saved = Table(
+            f"Saved against the transformer at {config.lengths[-1]} words, per cent (the paper's | ours)",
+            ["Attention", *self.passes],
+        )
         for label in config.labels[1:]:
             saved.rows.append([label, *(self._saved(rows, config, label, which) for which in self.passes)])
         saved.notes = ["Against the transformer whose attention matrix is written out; – means not told."]
         return [*made, saved]
 
-    def _saved(self, rows: Sequence[Row], config: Config, label: str, which: str) -> str:
+    def _saved(self, rows: Sequence[Row], config: TimingsConfig, label: str, which: str) -> str:
         theirs = SAVED.get(in_paper(label), (None, None))[self.key == "seconds"] if which == "training" else None
-        values = [self._units(_one(rows, each, config.lengths[-1], which), self.key, 1.0)
-                  for each in (config.labels[0], label)]  # fmt: skip
+        values = [
+            self._units(_one(rows, each, config.lengths[-1], which), self.key, 1.0)
+            for each in (config.labels[0], label)
+        ]
         ours = "…" if values[0] is None or values[1] is None else f"{100 * (1 - values[1] / values[0]):.1f}"
         return f"{'–' if theirs is None else theirs} | {ours}"
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
-        panels = [(f"{which}: {self.words}",
-                   _curves(rows, config, which, lambda row: row[self.key] * self.unit, self.key))
-                  for which in self.passes]  # fmt: skip
-        return _lines(panels, log=False)
+    def picture(self, rows: Sequence[Row], config: TimingsConfig) -> bytes | None:
+        panels = [
+            (f"{which}: {self.words}", _curves(rows, config, which, lambda row: row[self.key] * self.unit, self.key))
+            for which in self.passes
+        ]
+        return drawn_lines(panels, log=False)
 
-    def differences(self, config: Config) -> list[str]:
-        return self._said(config)
+    def differences(self, config: TimingsConfig) -> list[str]:
+        return self._shared_differences(config)
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        said = []
+    def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
+        lines = []
         for which in self.passes:
             for other in config.labels[:2]:
                 places = {label: _ahead_from(rows, config, label, other, which) for label in config.labels[2:]}
-                faster = [f"{label} from {_spaced(n)} words" for label, n in places.items() if n]
+                faster = [f"{label} from {spaced(n)} words" for label, n in places.items() if n]
                 if any(n is not None for n in places.values()):
-                    said.append(f"{which}, faster than {other}: {', '.join(faster) or 'none, up to this length'}.")
-        return said
+                    lines.append(f"{which}, faster than {other}: {', '.join(faster) or 'none, up to this length'}.")
+        return lines
 
 
 class Figure4(Figure3):
@@ -359,15 +388,15 @@ class Figure4(Figure3):
     unit = 1 / 2**20
     words = "MiB"
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
+    def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
         """The paper has the written out transformer only, for which the table says it."""
-        peer, longest, said = config.labels[1], config.lengths[-1], []
+        peer, longest, lines = config.labels[1], config.lengths[-1], []
         for which in self.passes:
             times = _against(rows, longest, config.labels[2:], peer, self.key, which)
             if times:
-                told = ", ".join(f"{label} {each:.2f}" for label, each in times.items())
-                said.append(f"{which.capitalize()} at {_spaced(longest)} words, times the memory of {peer}: {told}.")
-        return said
+                words = ", ".join(f"{label} {each:.2f}" for label, each in times.items())
+                lines.append(f"{which.capitalize()} at {spaced(longest)} words, times the memory of {peer}: {words}.")
+        return lines
 
 
 class Table7(ModelTiming):
@@ -375,12 +404,12 @@ class Table7(ModelTiming):
     place = "Table 7"
     about = "memory and training time of ultra-long sequences: 2500 … 55 000 and beyond, in batches of 2"
     scales: ClassVar[dict[str, Any]] = {
-        "smoke": Config((64,), BEFORE, **SMOKE),
-        "small": Config((*PUBLISHED_LENGTHS, 100_000, 200_000), BEFORE, batch=2, **READER),
-        "paper": Config(PUBLISHED_LENGTHS, BEFORE, batch=2, seconds=10.0, **PAPER_READER),
+        "smoke": TimingsConfig((64,), BEFORE, **SMOKE),
+        "small": TimingsConfig((*PUBLISHED_LENGTHS, 100_000, 200_000), BEFORE, batch=2, **READER),
+        "paper": TimingsConfig(PUBLISHED_LENGTHS, BEFORE, batch=2, seconds=10.0, **PAPER_READER),
     }
 
-    def tables(self, rows: Sequence[Row], config: Config) -> list[Table]:
+    def tables(self, rows: Sequence[Row], config: TimingsConfig) -> list[Table]:
         def column(key: str, unit: float, place: int) -> Callable[[str, int, Row | None], str]:
             def cell(label: str, n: int, row: Row | None) -> str:
                 value = self._units(row, key, unit)
@@ -401,96 +430,56 @@ class Table7(ModelTiming):
         memory.notes = ["– means out of memory: 16 GB in the paper, all of this GPU here."]
         return [memory, time]
 
-    def picture(self, rows: Sequence[Row], config: Config) -> bytes | None:
+    def picture(self, rows: Sequence[Row], config: TimingsConfig) -> bytes | None:
         def drawn(key: str, unit: float) -> Curves:
             return _curves(rows, config, "training", lambda row: row[key] * unit, key)
 
-        return _lines([("memory (MiB)", drawn("memory_bytes", 2**-20)),
-                       (f"training, s for {STEPS} steps", drawn("seconds", STEPS))], log=True)  # fmt: skip
+        return drawn_lines(
+            [
+                ("memory (MiB)", drawn("memory_bytes", 2**-20)),
+                (f"training, s for {STEPS} steps", drawn("seconds", STEPS)),
+            ],
+            log=True,
+        )
 
-    def differences(self, config: Config) -> list[str]:
+    def differences(self, config: TimingsConfig) -> list[str]:
         beyond = [n for n in config.lengths if n not in PUBLISHED_LENGTHS]
-        more = f"{' and '.join(map(_spaced, beyond))} tokens are added." if beyond else ""
-        return [*self._said(config), *filter(None, [more])]
+        more = f"{' and '.join(map(spaced, beyond))} tokens are added." if beyond else ""
+        return [*self._shared_differences(config), *filter(None, [more])]
 
-    def findings(self, rows: Sequence[Row], config: Config) -> list[str]:
-        said = []
+    def findings(self, rows: Sequence[Row], config: TimingsConfig) -> list[str]:
+        lines = []
         peer = config.labels[1]
         both = [n for n in config.lengths if _against(rows, n, config.labels[2:], peer)]
         if both:
-            times = ", ".join(f"{label} {1 / each:.1f}" for label, each in
-                              _against(rows, both[-1], config.labels[2:], peer).items())  # fmt: skip
-            said.append(f"At {_spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
-        failed = {label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
-                  for label in config.labels}  # fmt: skip
+            times = ", ".join(
+                f"{label} {1 / each:.1f}" for label, each in _against(rows, both[-1], config.labels[2:], peer).items()
+            )
+            lines.append(f"At {spaced(both[-1])} tokens, times as fast as {peer}: {times}.")
+        failed = {
+            label: [n for n in config.lengths if (row := _one(rows, label, n, "training")) and "failed" in row]
+            for label in config.labels
+        }
         for label, lengths in failed.items():
             if lengths:
-                said.append(f"{label} runs out of memory at {', '.join(map(_spaced, lengths))} tokens.")
+                lines.append(f"{label} runs out of memory at {', '.join(map(spaced, lengths))} tokens.")
         for label in config.labels[2:]:
             at = _ahead_from(rows, config, label, config.labels[1])
             if at is not None:
-                where = f"from {_spaced(at)} tokens on" if at else "at no length measured"
-                said.append(f"{label} trains faster than {config.labels[1]} {where}.")
-        return said
+                where = f"from {spaced(at)} tokens on" if at else "at no length measured"
+                lines.append(f"{label} trains faster than {config.labels[1]} {where}.")
+        return lines
 
 
 def _against(
     rows: Sequence[Row], n: int, labels: Sequence[str], peer: str, key: str = "seconds", which: str = "training"
 ) -> dict[str, float]:
     """How many times the peer's seconds or bytes each takes, where both were measured; the least first."""
-    taken = {label: float(row[key]) for label in (*labels, peer)
-             if (row := _one(rows, label, n, which)) and row.get(key)}  # fmt: skip
+    taken = {
+        label: float(row[key]) for label in (*labels, peer) if (row := _one(rows, label, n, which)) and row.get(key)
+    }
     mine = sorted((label for label in labels if label in taken), key=taken.__getitem__)
     return {label: taken[label] / taken[peer] for label in mine} if peer in taken else {}
-
-
-# ---------------------------------------------------------------------------------------------------- pictures
-
-LEGIBLE = 1.3  # between two names on a logarithmic axis
-Curves = dict[str, tuple[list[int], list[float]]]
-
-
-def _curves(rows: Sequence[Row], config: Config, which: str, height: Callable[[Row], float], key: str) -> Curves:
-    found = {}
-    for label in config.labels:
-        mine = [row for n in config.lengths if (row := _one(rows, label, n, which)) and row.get(key)]
-        if mine:
-            found[label] = [row["n"] for row in mine], [height(row) for row in mine]
-    return found
-
-
-def _lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
-    if not any(drawn for _, drawn in panels):
-        return None
-    styles = {"lsh-1": "reformer", "lsh-4": "reformer", "full (SDPA)": "exact", "transformer (SDPA)": "exact"}
-    with plots.rules():
-        figure = plots.canvas(5.0 * len(panels) + 2.0, 4.4)
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        lines = {}
-        for axis, (title, drawn) in zip(axes, panels, strict=True):
-            for label, (lengths, heights) in drawn.items():
-                colour, marker = plots.style_of(styles.get(label, in_paper(label)))
-                dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
-                lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
-            axis.set(title=title, xlabel="length N (tokens)")
-            if log:
-                axis.set(xscale="log", yscale="log")
-                lengths = sorted({n for each, _ in drawn.values() for n in each})
-                axis.set_xticks(lengths, _apart(lengths), rotation=45 if len(lengths) > 7 else 0)
-                axis.minorticks_off()
-                plots.plain_log_ticks(axis.yaxis)
-            axis.grid(True)
-        figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")
-        return plots.as_png(figure)
-
-
-def _apart(lengths: Sequence[int]) -> list[str]:
-    """Their names, but for those that would stand on the one before."""
-    names, last = [], 0.0
-    for n in lengths:
-        names.append(_spaced(n) if n >= LEGIBLE * last else "")
-        last = n if names[-1] else last
-    return names
 
 
 EXPERIMENTS = (ClusteredFigure4, Figure3, Figure4, Table7)

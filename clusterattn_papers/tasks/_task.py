@@ -72,9 +72,12 @@ def classified(answer: Answer, targets: Tensor, ignore: int = -100, smoothing: f
     """Cross-entropy summed over the targets that are not ``ignore``, with the model's own losses, and their number."""
     count = (targets != ignore).sum().clamp(min=1)
     total = nn.functional.cross_entropy(
-        answer.logits.flatten(0, -2).float(), targets.flatten(), ignore_index=ignore, reduction="sum",
+        answer.logits.flatten(0, -2).float(),
+        targets.flatten(),
+        ignore_index=ignore,
+        reduction="sum",
         label_smoothing=smoothing,
-    )  # fmt: skip
+    )
     return total + answer.auxiliary * count, count
 
 

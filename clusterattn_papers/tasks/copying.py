@@ -37,9 +37,15 @@ class Copying(Task):
     figure: ClassVar[str] = "accuracy"
 
     def __init__(
-        self, letters: int = 31, *, symbols: int = 10, masked: float = 0.2, examples: int = 160_000, judged: int = 512,
+        self,
+        letters: int = 31,
+        *,
+        symbols: int = 10,
+        masked: float = 0.2,
+        examples: int = 160_000,
+        judged: int = 512,
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_whole("Copying", letters=letters, symbols=symbols, examples=examples, judged=judged)
         if not 0 < masked <= 0.5:
             raise bad_value("Copying(masked above 0, at most one half)", masked, "masked=0.2")

@@ -1,10 +1,7 @@
-"""Files: text as people keep it, and public data sets as a folder or the archive they came in."""
+"""Public data sets as a folder or the archive they came in."""
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import lzma
 import shutil
 import tarfile
 import tempfile
@@ -12,26 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterattn._errors import bad_value
-
-
-def text_of(path: Path) -> str:
-    """A file's text, also of .gz and .xz: UTF-8, UTF-16 that says so, else what Windows and old data sets wrote."""
-    raw = path.read_bytes()
-    unpack = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix)
-    try:
-        raw = unpack(raw) if unpack else raw
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise bad_value(f"a whole {path.suffix} file", f"{path} ({error})", "copying it again") from None
-    marked = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if b"\0" in raw and not marked:
-        raise bad_value("a text file", f"{path}, with bytes that are no text", "saving it as text, in UTF-8")
-    for encoding in ("utf-16",) if marked else ("utf-8-sig", "cp1252", "latin-1"):
-        try:
-            text = raw.decode(encoding)
-        except UnicodeDecodeError:
-            continue
-        return text if "\n" in text else text.replace("\r", "\n")  # old Macs end lines so
-    raise bad_value("a text file", f"{path}, which begins like UTF-16 and is not", "saving it in UTF-8")
 
 
 def folder_of(data: Path | None, name: str) -> Path:

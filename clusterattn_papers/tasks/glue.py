@@ -29,7 +29,7 @@ class Text(NamedTuple):
     label: float
 
 
-class Example(NamedTuple):
+class TokenExample(NamedTuple):
     ids: Tensor  # (n,)
     kinds: Tensor | None  # (n,): first or second sentence, where the model wants to know
     label: float
@@ -39,7 +39,7 @@ Splits = dict[str, list[Text]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class GluePiece:
     """One set of labelled texts.
 
     archive   what its folder or archive is called
@@ -70,19 +70,19 @@ class Glue(Task):
     figure: ClassVar[str] = "score"
 
     def __init__(
-        self, piece: Piece, texts: Mapping[str, Sequence[Text]], weights: str | Path, *, length: int = 128
+        self, piece: GluePiece, texts: Mapping[str, Sequence[Text]], weights: str | Path, *, length: int = 128
     ) -> None:
         self.piece, self.weights = piece, weights
         self.tokenizer = tokenizer(weights)
-        self.splits = {split: tokenised(self.tokenizer, some, length) for split, some in texts.items()}
+        self.splits = {split: tokenised(self.tokenizer, each, length) for split, each in texts.items()}
 
     def model(self, method: MethodSpec, **sizes: Any) -> nn.Module:
         return Pretrained(self.weights, self.piece.labels, method, **sizes)
 
-    def length(self, example: Example) -> int:
+    def length(self, example: TokenExample) -> int:
         return len(example.ids)
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
+    def collate(self, examples: Sequence[TokenExample]) -> Batch:
         ids, real = padded([each.ids for each in examples], self.tokenizer.pad_token_id or 0)
         batch = {"input_ids": ids.long(), "attention_mask": real}
         kinds = [each.kinds for each in examples if each.kinds is not None]
@@ -100,17 +100,17 @@ class Glue(Task):
         return total + answer.auxiliary * count, count
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        return self.figures(*said(model, batches))
+        return self.figures(*answers(model, batches))
 
     def figures(self, logits: Tensor, labels: Tensor) -> Figures:
         """Every figure of these answers (x labels) to these truths (x,)."""
         if self.piece.labels == 1:
             found = {"pearson": pearson(logits[:, 0], labels), "spearman": spearman(logits[:, 0], labels)}
         else:
-            told = logits.argmax(-1)
-            found = {"accuracy": float((told == labels).double().mean())}
+            picked = logits.argmax(-1)
+            found = {"accuracy": float((picked == labels).double().mean())}
             if self.piece.labels == 2:
-                found |= {"matthews": pearson(told, labels), "f1": f1(told, labels)}
+                found |= {"matthews": pearson(picked, labels), "f1": f1(picked, labels)}
         return {"score": found[self.piece.measure], **found}
 
     def alike(self, logits: Tensor, others: Tensor) -> float:
@@ -120,7 +120,7 @@ class Glue(Task):
         return float((logits.argmax(-1) == others.argmax(-1)).double().mean())
 
 
-def said(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+def answers(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
     """What the model answers to all of them (x labels), and the truth (x,); on the CPU."""
     logits, labels = [], []
     for batch in batches:
@@ -133,7 +133,7 @@ def _inputs(batch: Batch) -> Batch:
     return {name: each for name, each in batch.items() if name in ("input_ids", "attention_mask", "token_type_ids")}
 
 
-def tokenised(tokenizer: Any, texts: Sequence[Text], length: int) -> list[Example]:
+def tokenised(tokenizer: Any, texts: Sequence[Text], length: int) -> list[TokenExample]:
     if not texts:
         return []
     seconds = [each.second or "" for each in texts] if texts[0].second is not None else None
@@ -143,7 +143,7 @@ def tokenised(tokenizer: Any, texts: Sequence[Text], length: int) -> list[Exampl
     rows = zip(made["input_ids"], kinds, (each.label for each in texts), strict=True)
     whole = torch.int32  # half the memory; widened in the batch
     return [
-        Example(torch.tensor(ids, dtype=whole), None if kind is None else torch.tensor(kind, dtype=whole), label)
+        TokenExample(torch.tensor(ids, dtype=whole), None if kind is None else torch.tensor(kind, dtype=whole), label)
         for ids, kind, label in rows
     ]
 
@@ -170,10 +170,10 @@ def ranks(x: Tensor) -> Tensor:
     return (counts.cumsum(0) - (counts - 1) / 2.0)[where]
 
 
-def f1(told: Tensor, truth: Tensor) -> float:
+def f1(picked: Tensor, truth: Tensor) -> float:
     """Of label 1."""
-    hits = float(((told == 1) & (truth == 1)).sum())
-    return 2 * hits / max(float((told == 1).sum() + (truth == 1).sum()), 1.0)
+    hits = float(((picked == 1) & (truth == 1)).sum())
+    return 2 * hits / max(float((picked == 1).sum() + (truth == 1).sum()), 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -189,8 +189,8 @@ def table(path: Path, first: int, second: int | None, label: int, times: float =
         if not line.strip() or cells[min(label, len(cells) - 1)] == "label":
             continue
         try:
-            told = cells[label]
-            value = WORDS[told] if told in WORDS else float(told) * times
+            word = cells[label]
+            value = WORDS[word] if word in WORDS else float(word) * times
             found.append(Text(cells[first], None if second is None else cells[second], value))
         except (IndexError, ValueError):
             wanted = f"a label in column {label + 1} and text in the others"
@@ -198,8 +198,9 @@ def table(path: Path, first: int, second: int | None, label: int, times: float =
     return found
 
 
-def parted(texts: Sequence[Text], *shares: float, seed: int = 0, by: Callable[[Text], str] | None = None) \
-        -> list[list[Text]]:  # fmt: skip
+def parted(
+    texts: Sequence[Text], *shares: float, seed: int = 0, by: Callable[[Text], str] | None = None
+) -> list[list[Text]]:
     """Random parts of these shares, and the rest as the last one. Texts with the same ``by`` stay together."""
     names = [by(each) if by else str(at) for at, each in enumerate(texts)]
     kinds = list(dict.fromkeys(names))
@@ -257,8 +258,11 @@ def _imdb(folder: Path, seed: int) -> Splits:
     folder = inside(folder, "train/pos").parent.parent
 
     def reviews(part: str) -> list[Text]:
-        files = [(file, label) for label, kind in enumerate(("neg", "pos"))
-                 for file in sorted((folder / part / kind).glob("*.txt"))]  # fmt: skip
+        files = [
+            (file, label)
+            for label, kind in enumerate(("neg", "pos"))
+            for file in sorted((folder / part / kind).glob("*.txt"))
+        ]
         return [Text(file.read_text(encoding="utf-8").replace("<br />", " "), None, label) for file, label in files]
 
     dev, train = parted(reviews("train"), 0.1, seed=seed)
@@ -278,21 +282,48 @@ def _hyperpartisan(folder: Path, seed: int) -> Splits:
 
 TENTH = "a tenth of the training pairs chooses the weights; GLUE's dev set is judged"
 PIECES = {
-    "cola": Piece("CoLA", "glue-small", "matthews", _cola, "the held-out training sentences choose the weights; GLUE's "
-                  "dev set is judged"),
-    "mrpc": Piece("MRPC", "matching", "accuracy", _mrpc, TENTH, pairs=True),
-    "qnli": Piece("QNLI", "glue-small", "accuracy", _qnli, "only the dev set is at hand: 80 / 10 / 10 % of its "
-                  "questions train, choose the weights, and are judged", pairs=True),
-    "rte": Piece("RTE", "glue-small", "accuracy", _rte, TENTH, pairs=True),
-    "sst2": Piece("SST-2", "sentences", "accuracy", _sst2, "whole sentences only (6920, without the phrases that GLUE "
-                  "trains on); judged on the published test set"),
-    "stsb": Piece("STS-B", "stsb", "pearson", _stsb, "judged on the published test set", pairs=True, labels=1),
-    "wnli": Piece("WNLI", "glue-small", "accuracy", _wnli, "the held-out training pairs choose the weights; GLUE's dev "
-                  "set is judged", pairs=True),
-    "imdb": Piece("IMDB", "imdb", "accuracy", _imdb, "a tenth of the training reviews chooses the weights"),
-    "hyperpartisan": Piece("Hyperpartisan", "hyperpartisan", "accuracy", _hyperpartisan, "80 / 10 / 10 % of the 645 "
-                           "articles train, choose the weights, and are judged; another cut for every seed"),
-}  # fmt: skip
+    "cola": GluePiece(
+        "CoLA",
+        "glue-small",
+        "matthews",
+        _cola,
+        "the held-out training sentences choose the weights; GLUE's dev set is judged",
+    ),
+    "mrpc": GluePiece("MRPC", "matching", "accuracy", _mrpc, TENTH, pairs=True),
+    "qnli": GluePiece(
+        "QNLI",
+        "glue-small",
+        "accuracy",
+        _qnli,
+        "only the dev set is at hand: 80 / 10 / 10 % of its questions train, choose the weights, and are judged",
+        pairs=True,
+    ),
+    "rte": GluePiece("RTE", "glue-small", "accuracy", _rte, TENTH, pairs=True),
+    "sst2": GluePiece(
+        "SST-2",
+        "sentences",
+        "accuracy",
+        _sst2,
+        "whole sentences only (6920, without the phrases that GLUE trains on); judged on the published test set",
+    ),
+    "stsb": GluePiece("STS-B", "stsb", "pearson", _stsb, "judged on the published test set", pairs=True, labels=1),
+    "wnli": GluePiece(
+        "WNLI",
+        "glue-small",
+        "accuracy",
+        _wnli,
+        "the held-out training pairs choose the weights; GLUE's dev set is judged",
+        pairs=True,
+    ),
+    "imdb": GluePiece("IMDB", "imdb", "accuracy", _imdb, "a tenth of the training reviews chooses the weights"),
+    "hyperpartisan": GluePiece(
+        "Hyperpartisan",
+        "hyperpartisan",
+        "accuracy",
+        _hyperpartisan,
+        "80 / 10 / 10 % of the 645 articles train, choose the weights, and are judged; another cut for every seed",
+    ),
+}
 
 
 FOLDERS = {"all-MiniLM-L6-v2": ("all-MiniLM-L6-v2", "minilm")}  # a model's folder may go by a shorter name
@@ -317,9 +348,15 @@ def weights_of(data: Path | None, name: str) -> str:
 
 
 def opened(
-    name: str, data: Path | None, model: str, work: Path, *, length: int = 128, seed: int = 0,
+    name: str,
+    data: Path | None,
+    model: str,
+    work: Path,
+    *,
+    length: int = 128,
+    seed: int = 0,
     limits: Mapping[str, int] | None = None,
-) -> Glue:  # fmt: skip
+) -> Glue:
     """A piece by name with a model by name. ``limits``: at most so many texts of each split, spread evenly.
 
     model   as ``weights_of`` has it; "tiny" is a random little model, written to ``work``, with invented texts
@@ -331,7 +368,7 @@ def opened(
     else:
         weights = weights_of(data, model)
         texts = piece.read(folder_of(data, piece.archive), seed)
-    texts = {split: spread(some, limits.get(split)) for split, some in texts.items()}
+    texts = {split: spread(each, limits.get(split)) for split, each in texts.items()}
     return Glue(piece, texts, weights, length=length)
 
 
@@ -340,7 +377,7 @@ def opened(
 INVENTED = [f"{one}{two}" for one in ("ba", "do", "fi", "ku", "le") for two in ("n", "r", "s", "t", "lo", "ma")]
 
 
-def invented(piece: Piece, sizes: Mapping[str, int], length: int, seed: int) -> Splits:
+def invented(piece: GluePiece, sizes: Mapping[str, int], length: int, seed: int) -> Splits:
     """Texts of the piece's form, told apart by their words: a label prefers one half of them, a pair that is alike
     shares its half."""
     dice = torch.Generator().manual_seed(seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,7 @@ from pathlib import Path
 import torch
 
 from clusterattn._errors import bad_value
-
-from .files import text_of
+from clusterattn.measure.reading import bad_line, json_objects, text_of
 
 Record = tuple[str, ...]  # one or two texts, then the label
 Splits = dict[str, list[Record]]
@@ -68,8 +66,10 @@ def divided(found: Splits, *, seed: int = 0) -> Splits:
         raise bad_value(f"at least {LEAST} examples, to hold some out", len(whole), "more data, or a dev file")
     different = len({record[:-1] for record in whole})
     if different < LEAST:
-        warnings.warn(f"{len(whole)} examples have only {different} different texts: training knows what is held out",
-                      stacklevel=2)  # fmt: skip
+        warnings.warn(
+            f"{len(whole)} examples have only {different} different texts: training knows what is held out",
+            stacklevel=2,
+        )
     families = _families(whole)
     order = torch.randperm(len(families), generator=torch.Generator().manual_seed(seed)).tolist()
     apart: Splits = {split: [] for split in ("dev", "test") if split not in found}
@@ -93,9 +93,11 @@ def labelled_folders(folder: Path, *, keep: Callable[[Path], bool] = lambda path
     """Each sub-folder is a label, each file in it a text."""
     found: list[Record] = [
         (text_of(path), label.name)
-        for label in sorted(folder.iterdir()) if label.is_dir() and not label.name.startswith(".")
-        for path in sorted(label.iterdir()) if path.is_file() and not path.name.startswith(".") and keep(path)
-    ]  # fmt: skip
+        for label in sorted(folder.iterdir())
+        if label.is_dir() and not label.name.startswith(".")
+        for path in sorted(label.iterdir())
+        if path.is_file() and not path.name.startswith(".") and keep(path)
+    ]
     if not found:
         raise bad_value(f"folders of texts, named like their labels, in {folder}", "none", "a CSV file instead")
     return found
@@ -117,19 +119,11 @@ def records(path: Path, columns: Sequence[str]) -> list[Record]:
 
 
 def _of_json(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    for number, line in enumerate(text_of(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _bad_line(path, number, "one JSON object", error.msg) from None
-        if not isinstance(entry, dict):
-            raise _bad_line(path, number, "one JSON object", type(entry).__name__)
+    for number, entry in json_objects(path):
         lowered = {str(key).lower(): value for key, value in entry.items()}
         keys = [next((name for name in NAMES[column] if name in lowered), None) for column in columns]
         if None in keys:
-            raise _bad_line(path, number, f"the keys {', '.join(columns)}", ", ".join(entry) or "none")
+            raise bad_line(path, number, f"the keys {', '.join(columns)}", ", ".join(entry) or "none")
         values = [lowered[key] for key in keys if key is not None]
         yield _checked(path, number, columns, ["" if value is None else str(value) for value in values])
 
@@ -151,7 +145,7 @@ def _of_table(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[Re
     for number, row in rows:
         if (len(row) != len(heading) and "".join(row[len(heading) :]).strip()) or len(row) < len(columns):
             why = " (an unquoted comma?)" if delimiter == "," and len(row) > len(heading) else ""
-            raise _bad_line(path, number, f"{len(heading)} cells", f"{len(row)}{why}")
+            raise bad_line(path, number, f"{len(heading)} cells", f"{len(row)}{why}")
         chosen = [row[place] if place is not None and place < len(row) else "" for place in places]
         yield _checked(path, number, columns, chosen)
 
@@ -205,9 +199,5 @@ def _places_without_heading(path: Path, rows: Sequence[tuple[int, list[str]]], c
 def _checked(path: Path, number: int, columns: Sequence[str], values: Sequence[str]) -> Record:
     for column, value in zip(columns, values, strict=True):
         if not value.strip():
-            raise _bad_line(path, number, f"a {column}", "nothing there")
+            raise bad_line(path, number, f"a {column}", "nothing there")
     return (*values[:-1], values[-1].strip())
-
-
-def _bad_line(path: Path, number: int, wanted: str, got: str) -> ValueError:
-    return bad_value(f"{wanted} in {path.name}, line {number}", got, "mending that line")

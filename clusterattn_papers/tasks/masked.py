@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
+from clusterattn.measure.reading import text_of
 from clusterattn.methods import MethodSpec
 
 from ..models import Answer
 from ..models.masked import MaskedLM
 from ._task import Batch, Figures, Task, classified, padded, several
-from .files import folder_of, inside, text_of
-from .glue import Glue, Piece, Splits, tokenised
+from .files import folder_of, inside
+from .glue import Glue, GluePiece, Splits, tokenised
 from .labelled_files import JSON_LINES, records
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
@@ -113,8 +114,13 @@ class Masked(Task):
         truth = torch.cat([torch.full((b, 1), CLS), one, edge, two, edge], 1)
         kinds = (torch.arange(truth.shape[1]) > width + 1).long().expand_as(truth)
         asked, tokens = self._hidden(truth, dice)
-        return {"tokens": tokens, "kinds": kinds, "asked": asked, "wanted": truth.gather(1, asked),
-                "follows": follows.long()}  # fmt: skip
+        return {
+            "tokens": tokens,
+            "kinds": kinds,
+            "asked": asked,
+            "wanted": truth.gather(1, asked),
+            "follows": follows.long(),
+        }
 
     def _hidden(self, truth: Tensor, dice: torch.Generator) -> tuple[Tensor, Tensor]:
         """Positions to ask for (b p), and the tokens with these hidden."""
@@ -188,14 +194,18 @@ def pieces(documents: Iterable[str], vocabulary: int = 8000) -> Any:
 class FineTuning(Glue):
     """A piece of GLUE for a body of ours, in the tokens it was pretrained with."""
 
-    def __init__(self, piece: Piece, texts: Splits, tokenizer: Any, *, length: int = 128) -> None:
+    def __init__(self, piece: GluePiece, texts: Splits, tokenizer: Any, *, length: int = 128) -> None:
         self.piece = piece
         self.tokenizer = need("transformers", "train").PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token=SPECIALS[PAD], unk_token=SPECIALS[UNK], cls_token=SPECIALS[CLS],
-            sep_token=SPECIALS[SEP], mask_token=SPECIALS[MASK],
+            tokenizer_object=tokenizer,
+            pad_token=SPECIALS[PAD],
+            unk_token=SPECIALS[UNK],
+            cls_token=SPECIALS[CLS],
+            sep_token=SPECIALS[SEP],
+            mask_token=SPECIALS[MASK],
             model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-        )  # fmt: skip
-        self.splits = {split: tokenised(self.tokenizer, some, length) for split, some in texts.items()}
+        )
+        self.splits = {split: tokenised(self.tokenizer, each, length) for split, each in texts.items()}
 
     def model(self, method: MethodSpec, **sizes: Any) -> nn.Module:
         raise bad_value("a pretrained body", "a method", "clusterattn.models.masked.Tuned(body, piece.labels)")

@@ -26,8 +26,9 @@ class Pairs(Labelled):
     network = PairClassifier
 
     @classmethod
-    def public(cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None,
-               seed: int = 0) -> Pairs:  # fmt: skip
+    def public(
+        cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None, seed: int = 0
+    ) -> Pairs:
         """A public set of ``text_sets`` under ``data``; WikiQA is a ``Ranking``."""
         kind = Ranking if name == "WikiQA" else Pairs
         return kind(pair_set(data, name, seed=seed), length=length, vectors=vectors)
@@ -49,9 +50,9 @@ class Ranking(Pairs):
             raise bad_value("labels 0 (wrong) and 1 (right)", ", ".join(self.labels), "the task pairs, for accuracy")
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        said, right, question = self._answers(model, batches)
-        found = ranked(question.tolist(), (said[:, 1] - said[:, 0]).tolist(), right.tolist())
-        return {**found, "accuracy": (said.argmax(-1) == right).double().mean().item()}
+        logits, right, question = self._answers(model, batches)
+        found = ranked(question.tolist(), (logits[:, 1] - logits[:, 0]).tolist(), right.tolist())
+        return {**found, "accuracy": (logits.argmax(-1) == right).double().mean().item()}
 
 
 def ranked(questions: Sequence[int], scores: Sequence[float], right: Sequence[int]) -> Figures:

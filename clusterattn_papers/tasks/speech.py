@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
 from clusterattn._files import write_whole
-from clusterattn.measure.reading import read_wav
+from clusterattn.measure.reading import read_wav, text_of
+from clusterattn.measure.tasks import edits
 from clusterattn.methods import MethodSpec
 
 from ..models.speech import SpeechEncoder
 from ._task import Batch, Figures, Task, padded, several
-from .files import text_of
 
 BANDS = 40  # mel bands of a user's own recordings, as many as the paper had
 HOP = 0.01  # seconds between frames
 WINDOW = 0.025
 HELD_OUT = 10  # one speaker (or recording) in so many is the dev set
-SAID = {"A": "EY"}  # AN4's dictionary lists the article first, but every A of its transcripts is a spelled letter
+SPELLED = {"A": "EY"}  # AN4's dictionary lists the article first, but every A of its transcripts is a spelled letter
 
 
 class Recording(NamedTuple):
@@ -63,9 +63,14 @@ class Speech(Task):
     better = "lower"
 
     def __init__(
-        self, splits: dict[str, Sequence[Recording]], symbols: Sequence[str], features: int, *, rate: int = 0,
+        self,
+        splits: dict[str, Sequence[Recording]],
+        symbols: Sequence[str],
+        features: int,
+        *,
+        rate: int = 0,
         length: int = 800,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """rate: samples per second of the recordings that made the features; 0 where they came as features."""
         self.splits, self.symbols = splits, list(symbols)
         self.features, self.rate, self.longest = features, rate, length
@@ -79,7 +84,7 @@ class Speech(Task):
         judged    the same for dev and test
         """
         folder = an4_root(folder)
-        symbols, said = an4_dictionary(folder)
+        symbols, phones_of = an4_dictionary(folder)
         known = {symbol: at for at, symbol in enumerate(symbols)}
         spoken: dict[str, list[Recording]] = {"train": [], "dev": [], "test": []}
         for part in ("train", "test"):
@@ -88,7 +93,7 @@ class Speech(Task):
             for name, words in utterances:
                 dev = part == "train" and speakers.index(name.split("/")[-2]) % HELD_OUT == HELD_OUT // 2
                 heard = with_changes(an4_cepstra(folder / "feat" / f"{name}.mfc"))
-                phones = torch.tensor([known[phone] for word in words for phone in said[word]])
+                phones = torch.tensor([known[phone] for word in words for phone in phones_of[word]])
                 spoken["dev" if dev else part].append(Recording(heard, phones))
         splits: dict[str, Sequence[Recording]] = dict(spoken)
         if frames:
@@ -128,8 +133,8 @@ class Speech(Task):
                 longer += 1
                 continue
             split = path.relative_to(data).parts[0] if in_parts else "train" if turn % HELD_OUT else "dev"
-            told = torch.tensor([known[symbol] for symbol in texts[path]], dtype=torch.long)
-            splits.setdefault(split, []).append(Recording(frames, told))
+            numbers = torch.tensor([known[symbol] for symbol in texts[path]], dtype=torch.long)
+            splits.setdefault(split, []).append(Recording(frames, numbers))
         if longer:
             wording = f"{longer} of {len(spoken)} recordings have more than {length} frames and are left out"
             warnings.warn(wording, stacklevel=2)
@@ -141,8 +146,8 @@ class Speech(Task):
 
     def save(self, folder: Path) -> None:
         about = {"symbols": self.symbols, "features": self.features, "rate": self.rate, "length": self.longest}
-        told = json.dumps({"figure": self.figure, **about}, ensure_ascii=False)
-        write_whole(Path(folder) / "speech.json", told)
+        written = json.dumps({"figure": self.figure, **about}, ensure_ascii=False)
+        write_whole(Path(folder) / "speech.json", written)
 
     @classmethod
     def restore(cls, folder: Path) -> Speech:
@@ -178,8 +183,8 @@ class Speech(Task):
 
     def collate(self, examples: Sequence[Recording]) -> Batch:
         frames, mask = padded([each.frames for each in examples])
-        symbols, said = padded([each.symbols.long() for each in examples])
-        return {"frames": frames, "mask": mask, "symbols": symbols, "said": said}
+        symbols, symbol_mask = padded([each.symbols.long() for each in examples])
+        return {"frames": frames, "mask": mask, "symbols": symbols, "symbol_mask": symbol_mask}
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Summed over recordings; counted in symbols."""
@@ -206,25 +211,30 @@ class Spelled(Speech):
 
 def transcripts(data: Path, spoken: Sequence[Path]) -> tuple[dict[Path, list[str]], type[Speech]]:
     """The symbols of every recording: letters, or phones by the folder's dictionary."""
-    said = {path: text_of(path.with_suffix(".txt")).split() for path in spoken}
+    transcripts = {path: text_of(path.with_suffix(".txt")).split() for path in spoken}
     dictionary = next(iter(sorted(data.glob("*.dic"))), None)
     if dictionary is None:
-        return {path: list(" ".join(words)) for path, words in said.items()}, Spelled
+        return {path: list(" ".join(words)) for path, words in transcripts.items()}, Spelled
     phones = pronunciations(dictionary)
-    missing = sorted({word for words in said.values() for word in words} - set(phones))
+    missing = sorted({word for words in transcripts.values() for word in words} - set(phones))
     if missing:
         raise bad_value(f"every word in {dictionary.name}", f"none for {missing[:5]}", "adding a line for each")
-    return {path: [phone for word in words for phone in phones[word]] for path, words in said.items()}, Speech
+    return {path: [phone for word in words for phone in phones[word]] for path, words in transcripts.items()}, Speech
 
 
 def ctc(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """The negative log-likelihood of what is said, summed, and the number of its symbols."""
-    count = batch["said"].sum().clamp(min=1)
+    count = batch["symbol_mask"].sum().clamp(min=1)
     odds = logits.float().log_softmax(-1).transpose(0, 1)
     total = F.ctc_loss(
-        odds, batch["symbols"], batch["mask"].sum(1), batch["said"].sum(1), blank=odds.shape[-1] - 1,
-        reduction="sum", zero_infinity=True,  # where there are more symbols than frames, no path leads to them
-    )  # fmt: skip
+        odds,
+        batch["symbols"],
+        batch["mask"].sum(1),
+        batch["symbol_mask"].sum(1),
+        blank=odds.shape[-1] - 1,
+        reduction="sum",
+        zero_infinity=True,  # where there are more symbols than frames, no path leads to them
+    )
     return total, count
 
 
@@ -239,19 +249,9 @@ def best_paths(logits: Tensor, mask: Tensor) -> list[list[int]]:
 
 def mistakes(logits: Tensor, batch: Batch) -> int:
     """Symbols of the best paths to insert, delete or replace."""
-    lengths = batch["said"].sum(1).tolist()
+    lengths = batch["symbol_mask"].sum(1).tolist()
     truth = [row[:length] for row, length in zip(batch["symbols"].tolist(), lengths, strict=True)]
     return sum(map(edits, truth, best_paths(logits, batch["mask"])))
-
-
-def edits(wanted: Sequence[object], got: Sequence[object]) -> int:
-    """Symbols, or words, to insert, delete or replace: Levenshtein's distance."""
-    row = list(range(len(got) + 1))
-    for i, symbol in enumerate(wanted, start=1):
-        corner, row[0] = row[0], i
-        for j, other in enumerate(got, start=1):
-            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (symbol != other))
-    return row[-1]
 
 
 def joined(recordings: Sequence[Recording], frames: int, times: int, seed: int) -> Joined:
@@ -288,8 +288,8 @@ def an4_root(folder: Path) -> Path:
 
 def an4_dictionary(folder: Path) -> tuple[list[str], dict[str, list[str]]]:
     """The phones without silence, and the phones of each word: its first pronunciation."""
-    said = pronunciations(folder / "etc" / "an4.dic") | {word: phones.split() for word, phones in SAID.items()}
-    return sorted({phone for phones in said.values() for phone in phones}), said
+    phones_of = pronunciations(folder / "etc" / "an4.dic") | {word: phones.split() for word, phones in SPELLED.items()}
+    return sorted({phone for phones in phones_of.values() for phone in phones}), phones_of
 
 
 def pronunciations(dictionary: Path) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ VOCABULARY = "vocabulary.json"
 Self = TypeVar("Self", bound="Labelled")
 
 
-class Example(NamedTuple):
+class WordExample(NamedTuple):
     texts: tuple[Tensor, ...]  # word numbers (n) int32
     label: int
     group: int = 0  # examples that are judged together
@@ -41,12 +41,19 @@ class Labelled(Task):
     network: ClassVar[type[Classifier] | type[PairClassifier]]
 
     def __init__(
-        self, records: Mapping[str, Sequence[Record]], *, length: int | None = None, vectors: Vectors | None = None,
-        vocabulary: Vocabulary | None = None, labels: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        records: Mapping[str, Sequence[Record]],
+        *,
+        length: int | None = None,
+        vectors: Vectors | None = None,
+        vocabulary: Vocabulary | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
         self.limit = LONGEST if length is None else length
-        cut = {split: [[words_of(text)[: self.limit] for text in record[:-1]] for record in each]
-               for split, each in records.items()}  # fmt: skip
+        cut = {
+            split: [[words_of(text)[: self.limit] for text in record[:-1]] for record in each]
+            for split, each in records.items()
+        }
         if vocabulary is None:
             seen = set[str]().union(*(words for each in cut.values() for texts in each for words in texts))
             also = seen & vectors.words.keys() if vectors is not None else ()
@@ -58,16 +65,17 @@ class Labelled(Task):
             raise bad_value("at least two different labels", ", ".join(self.labels) or "none", "another column")
         self.start = None if vectors is None else vocabulary.start(vectors)
         number = {label: at for at, label in enumerate(self.labels)}
-        self.splits: dict[str, list[Example]] = {}
+        self.splits: dict[str, list[WordExample]] = {}
         for split, each in records.items():
             groups: dict[str, int] = {}
             self.splits[split] = [
-                Example(
-                    tuple(map(vocabulary.numbers, texts)), number[record[-1]],
+                WordExample(
+                    tuple(map(vocabulary.numbers, texts)),
+                    number[record[-1]],
                     groups.setdefault(record[0], len(groups)),
                 )
                 for texts, record in zip(cut[split], each, strict=True)
-            ]  # fmt: skip
+            ]
         lengths = sorted(len(text) for example in self.splits.get("train", []) for text in example.texts)
         self.typical = lengths[int(0.9 * len(lengths))] if lengths else self.limit
 
@@ -82,9 +90,12 @@ class Labelled(Task):
     def save(self, folder: Path) -> None:
         self.vocabulary.save(Path(folder) / VOCABULARY)
         about = {
-            "task": self.name, "labels": self.labels, "length": self.limit, "typical": self.typical,
+            "task": self.name,
+            "labels": self.labels,
+            "length": self.limit,
+            "typical": self.typical,
             "width": None if self.start is None else self.start.shape[1],
-        }  # fmt: skip
+        }
         write_whole(Path(folder) / ABOUT, json.dumps(about, ensure_ascii=False, indent=1))
 
     @classmethod
@@ -101,10 +112,10 @@ class Labelled(Task):
         options = {"length": self.typical, "start": self.start} | sizes
         return self.network(len(self.vocabulary), len(self.labels), method, **options)
 
-    def length(self, example: Example) -> int:
+    def length(self, example: WordExample) -> int:
         return max(len(text) for text in example.texts)
 
-    def collate(self, examples: Sequence[Example]) -> Batch:
+    def collate(self, examples: Sequence[WordExample]) -> Batch:
         tokens, key_mask = padded([text for example in examples for text in example.texts])
         return {
             "tokens": self._shaped(tokens),
@@ -120,8 +131,8 @@ class Labelled(Task):
         return classified(model(batch["tokens"], batch["key_mask"]), batch["labels"])
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        said, right, _ = self._answers(model, batches)
-        picked, classes = said.argmax(-1), len(self.labels)
+        logits, right, _ = self._answers(model, batches)
+        picked, classes = logits.argmax(-1), len(self.labels)
         table = torch.bincount(right * classes + picked, minlength=classes**2).view(classes, classes).double()
         f1 = 2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)
         return {
@@ -131,24 +142,25 @@ class Labelled(Task):
 
     def _answers(self, model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, labels and groups of all examples, on the CPU: one wait for the device, not one for each batch."""
-        every = [(model(each["tokens"], each["key_mask"]).logits.float(), each["labels"], each["group"])
-                 for each in batches]  # fmt: skip
-        said, right, group = (torch.cat(part).cpu() for part in zip(*every, strict=True))
-        return said, right, group
+        every = [
+            (model(each["tokens"], each["key_mask"]).logits.float(), each["labels"], each["group"]) for each in batches
+        ]
+        logits, right, group = (torch.cat(part).cpu() for part in zip(*every, strict=True))
+        return logits, right, group
 
     @torch.no_grad()
     def predict(self, model: nn.Module, inputs: Sequence[Any]) -> list[tuple[str, float]]:
         """The label of each input, and its probability."""
         device, training = next(model.parameters()).device, model.training
         model.eval()
-        said: list[tuple[str, float]] = []
+        predictions: list[tuple[str, float]] = []
         for at in range(0, len(several(inputs)), AT_ONCE):
-            batch = self.collate([Example(self._numbers(each), 0) for each in inputs[at : at + AT_ONCE]])
+            batch = self.collate([WordExample(self._numbers(each), 0) for each in inputs[at : at + AT_ONCE]])
             chances = model(batch["tokens"].to(device), batch["key_mask"].to(device)).logits.float().softmax(-1)
             best, which = chances.max(-1)
-            said += [(self.labels[k], p) for k, p in zip(which.tolist(), best.tolist(), strict=True)]
+            predictions += [(self.labels[k], p) for k, p in zip(which.tolist(), best.tolist(), strict=True)]
         model.train(training)
-        return said
+        return predictions
 
     def _numbers(self, given: Any) -> tuple[Tensor, ...]:
         texts = (given,) if isinstance(given, str) else tuple(given)
@@ -165,7 +177,8 @@ class Classify(Labelled):
     network = Classifier
 
     @classmethod
-    def public(cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None,
-               seed: int = 0) -> Classify:  # fmt: skip
+    def public(
+        cls, data: Path | None, name: str, *, length: int | None = None, vectors: Vectors | None = None, seed: int = 0
+    ) -> Classify:
         """A public set of ``text_sets`` under ``data``: "CR", "20NEWS", "IMDB", …"""
         return cls(text_set(data, name, seed=seed), length=length, vectors=vectors)

@@ -6,8 +6,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from clusterattn._errors import check_choice
+from clusterattn.measure.reading import text_of
 
-from .files import folder_of, inside, text_of
+from .files import folder_of, inside
 from .labelled_files import Record, Splits, divided, labelled_folders
 
 SENTENCES = {  # one sentence on a line: its label, a space, its words
@@ -27,16 +28,21 @@ def text_set(data: Path | None, name: str, *, seed: int = 0) -> Splits:
     """(text, label) of a public set under ``data``: its own splits, and by lot what they lack (see ``divided``)."""
     check_choice("text_set", "name", name, (*SENTENCES, *DOCUMENTS))
     if name in SENTENCES:
-        found = {split: _sentences(inside(folder_of(data, "sentences"), file))
-                 for split, file in SENTENCES[name].items()}  # fmt: skip
+        found = {
+            split: _sentences(inside(folder_of(data, "sentences"), file)) for split, file in SENTENCES[name].items()
+        }
     elif name == "20NEWS":
         home = folder_of(data, "20news")
-        found = {split: labelled_folders(inside(home, f"20news-bydate-{split}"), keep=lambda path: path.name.isdigit())
-                 for split in ("train", "test")}  # fmt: skip
+        found = {
+            split: labelled_folders(inside(home, f"20news-bydate-{split}"), keep=lambda path: path.name.isdigit())
+            for split in ("train", "test")
+        }
     elif name == "IMDB":
         home = folder_of(data, "imdb")
-        found = {split: [each for each in labelled_folders(inside(home, split)) if each[1] in ("pos", "neg")]
-                 for split in ("train", "test")}  # fmt: skip
+        found = {
+            split: [each for each in labelled_folders(inside(home, split)) if each[1] in ("pos", "neg")]
+            for split in ("train", "test")
+        }
     else:
         found = {"train": _hyperpartisan(folder_of(data, "hyperpartisan"))}
     return divided(found, seed=seed)
@@ -64,7 +70,9 @@ def _tab_separated(path: Path) -> list[Record]:
 
 
 def _hyperpartisan(folder: Path) -> list[Record]:
-    truth = {each.get("id"): each.get("hyperpartisan", "")
-             for each in ElementTree.parse(inside(folder, "ground-truth*.xml")).getroot()}  # fmt: skip
+    truth = {
+        each.get("id"): each.get("hyperpartisan", "")
+        for each in ElementTree.parse(inside(folder, "ground-truth*.xml")).getroot()
+    }
     articles = ElementTree.parse(inside(folder, "articles*.xml")).getroot()
     return [(f"{each.get('title', '')}\n{''.join(each.itertext())}", truth[each.get("id")]) for each in articles]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
+from clusterattn.measure.reading import text_of
 from clusterattn.methods import MethodSpec
 
 from ..models.translator import Translator
 from ._task import Batch, Figures, Task, classified, padded, several
-from .files import text_of
 from .vocabulary import keep_tokenizer, kept_tokenizer
 
 Pair = tuple[str, str]  # source and target, as people write them
@@ -42,9 +42,15 @@ class Translate(Task):
     figure: ClassVar[str] = "bleu"
 
     def __init__(
-        self, pairs: Mapping[str, Sequence[Pair]], tokenizer: Any = None, *, vocabulary: int = 8000,
-        length: int = 128, beam: int = 1, smoothing: float = 0.1,
-    ) -> None:  # fmt: skip
+        self,
+        pairs: Mapping[str, Sequence[Pair]],
+        tokenizer: Any = None,
+        *,
+        vocabulary: int = 8000,
+        length: int = 128,
+        beam: int = 1,
+        smoothing: float = 0.1,
+    ) -> None:
         if tokenizer is None:
             tokenizer = pieces((text for pair in pairs["train"] for text in pair), vocabulary)
         self.tokenizer, self.longest, self.beam, self.smoothing = tokenizer, length, beam, smoothing
@@ -52,9 +58,15 @@ class Translate(Task):
 
     @classmethod
     def read(
-        cls, data: Path, *, length: int | None = None, seed: int = 0, source: str | None = None,
-        target: str | None = None, **options: Any,
-    ) -> Translate:  # fmt: skip
+        cls,
+        data: Path,
+        *,
+        length: int | None = None,
+        seed: int = 0,
+        source: str | None = None,
+        target: str | None = None,
+        **options: Any,
+    ) -> Translate:
         """A folder with train.SRC and train.TGT, and dev.* and test.* of the same endings, plain or .gz (Multi30k); a
         folder with train.tsv …; or one .tsv file: source, tab, target. The endings decide the direction: alphabetical
         (de -> en, src -> tgt), or as told.
@@ -65,8 +77,10 @@ class Translate(Task):
         if "dev" not in pairs:
             mixed = torch.randperm(len(pairs["train"]), generator=torch.Generator().manual_seed(seed)).tolist()
             held = max(min(int(DEV * len(mixed)), MOST_DEV), 1)
-            pairs |= {split: [pairs["train"][at] for at in chosen]
-                      for split, chosen in (("dev", mixed[:held]), ("train", mixed[held:]))}  # fmt: skip
+            pairs |= {
+                split: [pairs["train"][at] for at in chosen]
+                for split, chosen in (("dev", mixed[:held]), ("train", mixed[held:]))
+            }
         return cls(pairs, **options, **({} if length is None else {"length": length}))
 
     def save(self, folder: Path) -> None:
@@ -80,15 +94,15 @@ class Translate(Task):
     def predict(self, model: nn.Module, inputs: Sequence[str], beam: int = 4) -> list[str]:
         """Translations, by beam search."""
         device = next(model.parameters()).device
-        said: list[str] = []
+        translations: list[str] = []
         training = model.training
         with torch.no_grad():
             model.eval()
             for at in range(0, len(several(inputs)), 64):
                 source, mask = padded([self._source(ids) for ids in self._encoded(inputs[at : at + 64])], PADDING)
-                said += self._said(model, source.to(device), mask.to(device), beam)
+                translations += self._translated(model, source.to(device), mask.to(device), beam)
         model.train(training)
-        return said
+        return translations
 
     def model(self, method: MethodSpec, **sizes: Any) -> Translator:
         return Translator(self.tokenizer.get_vocab_size(), method, padding=PADDING, start=START, end=END, **sizes)
@@ -101,8 +115,13 @@ class Translate(Task):
         source, source_mask = padded([source for source, _ in examples], PADDING)
         target, target_mask = padded([torch.cat([edge[:1], target]) for _, target in examples], PADDING)
         wanted, _ = padded([torch.cat([target, edge[1:]]) for _, target in examples], IGNORE)
-        return {"source": source, "source_mask": source_mask, "target": target, "target_mask": target_mask,
-                "wanted": wanted}  # fmt: skip
+        return {
+            "source": source,
+            "source_mask": source_mask,
+            "target": target,
+            "target_mask": target_mask,
+            "wanted": wanted,
+        }
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         answer = model(batch["source"], batch["source_mask"], batch["target"], batch["target_mask"])
@@ -112,7 +131,7 @@ class Translate(Task):
         """BLEU of the search's answers, and what the model thinks of the references in nats per token: "nll" with the
         whole reference at hand, as in training, "prefix_nll" with the prefix alone, as in the search. They are one
         where the decoder's method is strictly causal; elsewhere later tokens of the reference help to group."""
-        said: list[str] = []
+        translations: list[str] = []
         wanted: list[str] = []
         surprise = from_prefix = tokens = 0.0
         assert isinstance(model, Translator)
@@ -124,12 +143,12 @@ class Translate(Task):
             if not strict:
                 asked = (batch["source"], batch["source_mask"], batch["target"], batch["wanted"])
                 from_prefix += float(model.surprise(*asked, IGNORE).sum())
-            said += self._said(model, batch["source"], batch["source_mask"], self.beam)
+            translations += self._translated(model, batch["source"], batch["source_mask"], self.beam)
             wanted += self._texts([row[row > END].tolist() for row in batch["wanted"].cpu()])
         likelihood = {"nll": surprise, "prefix_nll": surprise if strict else from_prefix}
-        return bleu(said, wanted) | {name: each / max(tokens, 1.0) for name, each in likelihood.items()}
+        return bleu(translations, wanted) | {name: each / max(tokens, 1.0) for name, each in likelihood.items()}
 
-    def _said(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
+    def _translated(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
         assert isinstance(model, Translator)
         return self._texts(model.translate(source, source_mask, beam=beam))
 
@@ -151,8 +170,11 @@ class Translate(Task):
         ]
         if pairs and not found:
             least = min(max(len(source), len(target)) for source, target in zip(sources, targets, strict=True))
-            raise bad_value(f"pairs of fewer than {self.longest} tokens (length)", f"none: the shortest has {least}",
-                            "a larger length")  # fmt: skip
+            raise bad_value(
+                f"pairs of fewer than {self.longest} tokens (length)",
+                f"none: the shortest has {least}",
+                "a larger length",
+            )
         if len(found) < len(pairs):
             wording = f"{len(pairs) - len(found)} of {len(pairs)} training pairs have {self.longest} tokens or more and"
             warnings.warn(f"{wording} are left out", stacklevel=3)
@@ -166,21 +188,24 @@ def pieces(texts: Iterable[str], vocabulary: int = 8000, specials: Sequence[str]
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=list(specials), show_progress=False, min_frequency=2,
+        vocab_size=vocabulary,
+        special_tokens=list(specials),
+        show_progress=False,
+        min_frequency=2,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     made.train_from_iterator(texts, trainer)
     return made
 
 
-def bleu(said: Sequence[str], wanted: Sequence[str]) -> Figures:
+def bleu(got: Sequence[str], wanted: Sequence[str]) -> Figures:
     """bleu: sacreBLEU on text as people write it. tokenized_bleu: on lower-cased words and punctuation marks, which is
     what older papers report (IWSLT14 is prepared so)."""
     score = need("sacrebleu", "train").corpus_bleu
-    apart = ([" ".join(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts] for texts in (said, wanted))
+    apart = ([" ".join(re.findall(r"\w+|[^\w\s]", text.lower())) for text in texts] for texts in (got, wanted))
     ours, theirs = apart
     return {
-        "bleu": score(list(said), [list(wanted)]).score,
+        "bleu": score(list(got), [list(wanted)]).score,
         "tokenized_bleu": score(ours, [theirs], tokenize="none", force=True).score,
     }
 
@@ -192,13 +217,20 @@ def read_pairs(data: Path, source: str | None = None, target: str | None = None)
     files = {path.name.removesuffix(".gz"): path for path in sorted(data.glob("*")) if path.is_file()}
     ends = sorted({name.partition(".")[2] for name in files if name.startswith("train.")})
     if ends == ["tsv"]:
-        return {split: _table(files[f"{name}.tsv"])
-                for split, names in NAMES.items() for name in names[::-1] if f"{name}.tsv" in files}  # fmt: skip
+        return {
+            split: _table(files[f"{name}.tsv"])
+            for split, names in NAMES.items()
+            for name in names[::-1]
+            if f"{name}.tsv" in files
+        }
     one = source or next((end for end in ends if end != target), None)
     other = target or next((end for end in ends if end != one), None)
     if one not in ends or other not in ends or (len(ends) > 2 and not (source and target)):
-        raise bad_value("a folder with train.SRC and train.TGT, or train.tsv", f"{data} with train.{ends or '…'}",
-                        "two files of as many lines, or source= and target= to choose among endings")  # fmt: skip
+        raise bad_value(
+            "a folder with train.SRC and train.TGT, or train.tsv",
+            f"{data} with train.{ends or '…'}",
+            "two files of as many lines, or source= and target= to choose among endings",
+        )
     found: dict[str, list[Pair]] = {}
     for split, names in NAMES.items():
         for name in names:

@@ -65,8 +65,9 @@ class Vocabulary:
         return len(self.words)
 
     @classmethod
-    def of(cls, texts: Iterable[Sequence[str]], *, most: int = MOST, least: int = 1,
-           also: Iterable[str] = ()) -> Vocabulary:  # fmt: skip
+    def of(
+        cls, texts: Iterable[Sequence[str]], *, most: int = MOST, least: int = 1, also: Iterable[str] = ()
+    ) -> Vocabulary:
         """The ``most`` frequent words of cut texts that stand there ``least`` times, and ``also``."""
         counts: Counter[str] = Counter()
         for words in texts:

@@ -18,9 +18,12 @@ VERSION = 1
 
 
 def write(
-    path: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, progress: dict[str, Any],
+    path: Path,
+    state: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    progress: dict[str, Any],
     recipe: str,
-) -> None:  # fmt: skip
+) -> None:
     tensors = {f"model.{name}": each for name, each in state.items()}
     numbers: dict[str, Any] = {}
     if optimizer is not None:

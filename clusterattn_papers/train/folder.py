@@ -28,9 +28,13 @@ CONFIG, WEIGHTS, METRICS, HISTORY, CURVE = (
 
 
 def save(
-    folder: Path | str, task: Task, fitted: Fitted, method: MethodSpec, sizes: dict[str, Any],
+    folder: Path | str,
+    task: Task,
+    fitted: Fitted,
+    method: MethodSpec,
+    sizes: dict[str, Any],
     figures: dict[str, Figures],
-) -> list[Path]:  # fmt: skip
+) -> list[Path]:
     """Write the folder; its config comes last, so that a folder with one is whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

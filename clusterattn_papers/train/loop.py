@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
+from clusterattn._progress import Progress
 from clusterattn.nn import ClusterMap, warn_if_collapsed, watched
 
 from ..models import attentions
@@ -25,7 +26,6 @@ from .graphs import Replayed
 from .radam import RAdam
 from .settings import Settings
 
-Tick = Callable[[str, int, int], object]  # words, of how many updates, how many are done
 STATE, BEST = "state.safetensors", "best.safetensors"
 WATCHED = 32  # examples that show how ClusterFormer groups
 SAVE_EVERY = 20.0  # seconds at least between two checkpoints: what a crash may cost, against what writing costs
@@ -54,7 +54,7 @@ def fit(
     *,
     folder: Path | str | None = None,
     device: torch.device | str | None = None,
-    tick: Tick | None = None,
+    tick: Progress | None = None,
 ) -> Fitted:
     """Train on the task's "train" split, judge on "dev", keep the best weights.
 
@@ -67,8 +67,9 @@ def fit(
 
 
 @torch.no_grad()
-def judge(task: Task, model: nn.Module, split: str = "test", *, batch: int = 64,
-          device: torch.device | str | None = None) -> Figures:  # fmt: skip
+def judge(
+    task: Task, model: nn.Module, split: str = "test", *, batch: int = 64, device: torch.device | str | None = None
+) -> Figures:
     """The task's figures of a model on a split."""
     where = torch.device(device) if device is not None else next(model.parameters()).device
     model, training = model.to(where), model.training
@@ -87,9 +88,14 @@ class _Training:
     """The state of one training between two updates."""
 
     def __init__(
-        self, task: Task, model: nn.Module, settings: Settings, folder: Path | None,
-        device: torch.device | str | None, tick: Tick | None,
-    ) -> None:  # fmt: skip
+        self,
+        task: Task,
+        model: nn.Module,
+        settings: Settings,
+        folder: Path | None,
+        device: torch.device | str | None,
+        tick: Progress | None,
+    ) -> None:
         if not task.splits["train"]:
             raise bad_value("examples to train on", "none", "another file")
         self.task, self.settings, self.folder, self.tick = task, settings, folder, tick
@@ -243,11 +249,17 @@ class _Training:
             self.kept = {name: each.detach().clone() for name, each in self.plain.state_dict().items()}
         if self.settings.decay == "plateau" and self.since_shrunk >= self.settings.plateau:
             self.shrunk, self.since_shrunk = self.shrunk / 2, 0
-        self.history.append({
-            "step": self.step, "epoch": round(self.step / self.per_epoch, 3), "seconds": round(self.seconds, 3),
-            "loss": loss, "lr": self.shrunk * self.settings.rate(self.step - 1, self.steps), **figures,
-            **self._groupings(),
-        })  # fmt: skip
+        self.history.append(
+            {
+                "step": self.step,
+                "epoch": round(self.step / self.per_epoch, 3),
+                "seconds": round(self.seconds, 3),
+                "loss": loss,
+                "lr": self.shrunk * self.settings.rate(self.step - 1, self.steps),
+                **figures,
+                **self._groupings(),
+            }
+        )
 
     @torch.no_grad()
     def _groupings(self) -> dict[str, Any]:
@@ -277,8 +289,8 @@ class _Training:
         return self._gain(self.best) >= (target if self.task.better == "higher" else -target)
 
     def _words(self) -> str:
-        told = f", {self.task.figure} {self.best[self.task.figure]:.4g}" if self.best else ""
-        return f"epoch {self.step // self.per_epoch + 1}{told}"
+        figure = f", {self.task.figure} {self.best[self.task.figure]:.4g}" if self.best else ""
+        return f"epoch {self.step // self.per_epoch + 1}{figure}"
 
     # ------------------------------------------------------------------------------------------------ keep
 
@@ -310,12 +322,12 @@ class _Training:
         learning rate depends on it."""
         free = [name for name in WHEN_TO_STOP if self.settings.decay != "linear" or name not in ("steps", "epochs")]
         same = {name: value for name, value in asdict(self.settings).items() if name not in free}
-        told = hashlib.sha256(repr((same, self.task.name, repr(self.plain))).encode())
+        digest = hashlib.sha256(repr((same, self.task.name, repr(self.plain))).encode())
         for split, examples in sorted(self.task.splits.items()):
-            told.update(split.encode())
+            digest.update(split.encode())
             for at in range(len(examples)):
-                _feed(told, examples[at])
-        return told.hexdigest()[:16]
+                _feed(digest, examples[at])
+        return digest.hexdigest()[:16]
 
     def _end(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -345,19 +357,19 @@ def _accelerator(precision: str, device: torch.device | str | None, partly: bool
     return accelerate.Accelerator(mixed_precision=precision, cpu=cpu, kwargs_handlers=[unused])
 
 
-def _feed(told: Any, value: Any) -> None:
+def _feed(digest: Any, value: Any) -> None:
     """An example, whatever it is made of, into a hash."""
     if isinstance(value, Tensor):
         flat = value.contiguous().reshape(-1).view(torch.uint8)
-        told.update(repr((value.shape, value.dtype)).encode() + flat.numpy().tobytes())
+        digest.update(repr((value.shape, value.dtype)).encode() + flat.numpy().tobytes())
     elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str)) for each in value):
         for each in value:
-            _feed(told, each)
+            _feed(digest, each)
     elif is_dataclass(value):
         for each in fields(value):
-            _feed(told, getattr(value, each.name))
+            _feed(digest, getattr(value, each.name))
     else:
-        told.update(repr(value).encode())
+        digest.update(repr(value).encode())
 
 
 def _mixed(*numbers: int) -> int:

@@ -19,9 +19,13 @@ class RAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # "capturable" tells torch to load the number of the step to where the parameters are
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "capturable": True}
         super().__init__(params, options)
@@ -40,10 +44,14 @@ class RAdam(torch.optim.Optimizer):
         for each in params:
             if not self.state[each]:
                 zeros = torch.zeros_like
-                self.state[each] = {"step": torch.zeros((), device=each.device), "exp_avg": zeros(each),
-                                    "exp_avg_sq": zeros(each)}  # fmt: skip
-        steps, means, squares = ([self.state[each][name] for each in params]
-                                 for name in ("step", "exp_avg", "exp_avg_sq"))  # fmt: skip
+                self.state[each] = {
+                    "step": torch.zeros((), device=each.device),
+                    "exp_avg": zeros(each),
+                    "exp_avg_sq": zeros(each),
+                }
+        steps, means, squares = (
+            [self.state[each][name] for each in params] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
         gradients = [each.grad for each in params if each.grad is not None]
         torch._foreach_add_(steps, 1.0)
         if group["weight_decay"]:

@@ -6,6 +6,7 @@ graph serves every length), and what is kept for backward is q, k, v, out and ls
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Optional
 
@@ -13,64 +14,55 @@ import torch
 from torch import Tensor
 
 from ..._types import Attended, Buckets, Mask
-from .. import tables
-from .._chunks import no_autocast
-from .._jit import use_kernel
+from .. import _backends, tables
+from .._op import op
 from ..rows import take
-from . import backward_kernels, kernels, reference
+from . import reference
+from .reference import Seating
 
 
-@torch.library.custom_op("clusterattn::bucketed", mutates_args=())
+@op("bucketed")
 def _bucketed(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], queries: Tensor, keys: Tensor,
-    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
-    scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
-    or_self: bool = False, less: float = 0.0, key_mask: Optional[Tensor] = None,
+    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], key_mask: Optional[Tensor],
+    scale: float, less: float, numbers: Sequence[int], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """out, lse, and who looked at itself. or_self and less are for the kernel that joins rounds, and for no other."""
-    seating = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    if triton:
-        return kernels.forward(q, k, v, seating, rounds, or_self, less, key_mask)
-    return *reference.forward(q, k, v, seating), torch.empty(*q.shape[:2], 0, dtype=torch.int8, device=q.device)
+    """out, lse, and who looked at itself. numbers: see Seating.of."""
+    seating = Seating.of(bias, queries, keys, low, high, rank, scale, less, numbers)
+    found: tuple[Tensor, Tensor, Tensor] = _backends.function("bucketed", backend)(q, k, v, seating, key_mask)
+    return found
 
 
-@_bucketed.register_fake
+@_bucketed.fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], queries: Tensor, keys: Tensor,
-    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
-    scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
-    or_self: bool = False, less: float = 0.0, key_mask: Optional[Tensor] = None,
+    low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor], key_mask: Optional[Tensor],
+    scale: float, less: float, numbers: Sequence[int], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, n, _), acc = q.shape, torch.promote_types(q.dtype, torch.float32)
     return (
-        q.new_empty((b, h, n, v.shape[3]), dtype=v.dtype if triton else acc),
+        q.new_empty((b, h, n, v.shape[3]), dtype=v.dtype if _backends.keeps_dtype(backend) else acc),
         q.new_empty((b, h, n), dtype=acc),
-        q.new_empty((b, h, n if or_self else 0), dtype=torch.int8),
+        q.new_empty((b, h, n if numbers[-1] else 0), dtype=torch.int8),
     )
 
 
-@torch.library.custom_op("clusterattn::bucketed_backward", mutates_args=())
+@op("bucketed_backward")
 def _bucketed_backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    d_out: Tensor, d_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
     bias: Optional[Tensor], queries: Tensor, keys: Tensor,
     low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
-    scale: float, offset: int, left: int, right: int, others: bool, rounds: int, triton: bool,
-    or_self: bool, less: float,
+    scale: float, less: float, numbers: Sequence[int], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    seating = reference.Seating(queries, keys, bias, low, high, rank, scale, offset, left, right, others)
-    with no_autocast(q):
-        if triton:
-            dq, dk, dv, d_bias = backward_kernels.backward(
-                d_out, d_lse, q, k, v, out, lse, seating, rounds, alone if or_self else None, less
-            )
-        else:
-            dq, dk, dv, d_bias = reference.backward(d_out, d_lse, q, k, v, out, lse, seating)
+    seating = Seating.of(bias, queries, keys, low, high, rank, scale, less, numbers)
+    run = _backends.backward("bucketed", backend)
+    dq, dk, dv, d_bias = run(d_out, d_lse, q, k, v, out, lse, alone, seating)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_bias
 
 
-@_bucketed_backward.register_fake
+@_bucketed_backward.fake
 def _(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    d_out: Tensor, d_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
     bias: Optional[Tensor], *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     d_bias = q.new_empty((q.shape[0], q.shape[1], k.shape[2] if bias is not None else 0), dtype=lse.dtype)
@@ -78,19 +70,33 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, *seating = inputs
-    ctx.settings = seating[6:15]
+    ctx.settings = inputs[10:]
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(q, k, v, *output, *seating[:6])
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:9])
 
 
-def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _give_back(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, _: None) -> tuple[Any, ...]:
+    if d_out is None and d_lse is None:
+        return ()
     saved = ctx.saved_tensors  # once: a checkpoint unpacks them only once
+    d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
     dq, dk, dv, d_bias = _bucketed_backward(d_out, d_lse, *saved, *ctx.settings)
-    return dq, dk, dv, d_bias if saved[6] is not None else None, *[None] * 15
+    return dq, dk, dv, d_bias if saved[6] is not None else None
 
 
-_bucketed.register_autograd(_give_back, setup_context=_keep)
+_bucketed.gradient(_give_back, _keep)
+
+
+@_bucketed.flops
+def _(q: Any, k: Any, v: Any, bias: Any, queries: Any, keys: Any, *_: Any) -> int:
+    b, h, g, s = queries
+    return int(2 * b * h * g * s * keys[3] * (q[3] + v[3]))
+
+
+@_bucketed_backward.flops
+def _(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, alone: Any, bias: Any, *tables: Any) -> int:
+    (b, h, g, s), keys = tables[:2]
+    return int(2 * b * h * g * s * keys[3] * (3 * q[3] + 2 * v[3]))
 
 
 def bucketed(
@@ -110,17 +116,22 @@ def bucketed(
         right = 0
     low, high, rank = meetings if meetings is not None else (None, None, None)
     keys = tables.hide(buckets.keys, mask.keys)
-    triton = use_kernel("bucketed", backend, kernels.why_not(q, k, v, buckets.queries, keys))
-    seating = (bias, buckets.queries, keys, low, high, rank)
+    name = _backends.serving("bucketed", backend, q, k, v, buckets.queries, keys)
     # the kernel that joins rounds does the rest as well
-    joined = triton and buckets.rounds > (0 if or_self else 1)
+    joined = name != _backends.REFERENCE and buckets.rounds > (0 if or_self else 1)
+    numbers = (mask.offset, left, right, int(others), buckets.rounds, int(or_self and joined))
     out, lse, _ = _bucketed(
-        q, k, v, *seating, scale, mask.offset, left, right, others, buckets.rounds, triton,
-        or_self and joined, less if joined else 0.0, mask.keys if or_self and joined else None,
+        q, k, v, bias, buckets.queries, keys, low, high, rank, mask.keys if or_self and joined else None,
+        scale, less if joined else 0.0, numbers, name,
     )  # fmt: skip
     if joined:
         return Attended(out, lse)
     answer = Attended(out, lse - less if less else lse)
-    if or_self:
-        return reference.or_self(answer, q, k, v, mask, scale, partial(take, backend=backend))
-    return answer
+    return itself_at_least(answer, q, k, v, mask, scale, backend=backend) if or_self else answer
+
+
+def itself_at_least(
+    answer: Attended, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *, backend: str = "reference"
+) -> Attended:
+    """A query that met no key it may see attends to the key at its own position, where that key is real."""
+    return reference.or_self(answer, q, k, v, mask, scale, partial(take, backend=backend))

@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 
 
 @jit
-def delta_kernel(OUT, DY, D_LSE, LSE, DELTA, BASE2, rows, e, less, BN: tl.constexpr, BE: tl.constexpr):
+def delta_kernel(
+    OUT, DY, D_LSE, LSE, DELTA, BASE2, rows, e, less, HAS_D_LSE: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr
+):
     """rowsum(out * d_out) - d_lse, and the log-weights in base 2 with 0 for rows that saw nothing."""
     at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     values = tl.arange(0, BE)
     mask = (at < rows)[:, None] & (values < e)[None, :]
     out = tl.load(OUT + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(DELTA + at, tl.sum(out * dy, 1) - tl.load(D_LSE + at, mask=at < rows, other=0.0), mask=at < rows)
+    delta = tl.sum(out * dy, 1)
+    if HAS_D_LSE:
+        delta -= tl.load(D_LSE + at, mask=at < rows, other=0.0)
+    tl.store(DELTA + at, delta, mask=at < rows)
     lse = tl.load(LSE + at, mask=at < rows, other=0.0)
     tl.store(BASE2 + at, tl.where(lse == float("-inf"), 0.0, (lse + less) * 1.4426950408889634), mask=at < rows)
 
@@ -215,10 +220,10 @@ def sum_rounds_kernel(
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
-    rounds: int, alone: Tensor | None = None, less: float = 0.0,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    seating: Seating,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """alone (b h n): who looked at itself for want of others. less: what the lse lacks.
+    """alone (b h n): with or_self, who looked at itself for want of others.
 
     Every seat writes gradients of its own before they are added up: with many rounds a few heads at a time, or these
     would be the largest thing in memory.
@@ -227,7 +232,7 @@ def backward(
     (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
     pieces = min(hk, _triton.cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
     if pieces <= 1:
-        return _few_heads(d_out, d_lse, q, k, v, out, lse, seating, rounds, alone, less)
+        return _few_heads(d_out, d_lse, q, k, v, out, lse, alone, seating)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
     group, size = h // hk, _triton.cdiv(hk, pieces)
@@ -240,30 +245,32 @@ def backward(
         tables = ("queries", "keys", "bias", "low", "high", "rank")
         few: dict[str, Any] = {name: of_heads(getattr(seating, name)) for name in tables}
         dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _few_heads(
-            d_out[:, mine], d_lse[:, mine], q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
-            lse[:, mine].contiguous(), replace(seating, **few), rounds, of_heads(alone), less,
+            d_out[:, mine], of_heads(d_lse), q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
+            lse[:, mine].contiguous(), alone[:, mine].contiguous(), replace(seating, **few),
         )  # fmt: skip
     return dq, dk, dv, d_bias
 
 
 def _few_heads(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating,
-    rounds: int, alone: Tensor | None, less: float,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    seating: Seating,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
-    tensors, sizes, strides, tiles = launch(q, k, v, seating, rounds)
-    where = written(rounds, alone is not None)
+    tensors, sizes, strides, tiles = launch(q, k, v, seating)
+    rounds, or_self = seating.rounds, seating.or_self
+    where = written(rounds, or_self)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=q.device)
 
-    dy, d_lse = d_out.to(v.dtype).contiguous(), d_lse.contiguous()
+    dy, d_lse = d_out.to(v.dtype).contiguous(), None if d_lse is None else d_lse.contiguous()
     delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
     delta_kernel[(_triton.cdiv(lead * n, 64),)](
-        out, dy, d_lse, lse, delta, base2, lead * n, e, less, BN=64, BE=tiles["BE"], num_warps=4
-    )
+        out, dy, lse if d_lse is None else d_lse, lse, delta, base2, lead * n, e, seating.less,
+        HAS_D_LSE=d_lse is not None, BN=64, BE=tiles["BE"], num_warps=4,
+    )  # fmt: skip
     # Gradients of queries by position or seat, those of keys by seat: in the inputs' dtype, as the result will be. Four
     # roundings in place of one keep dq within twice the reference's error.
     dq = torch.zeros(b, h, n, d, dtype=q.dtype, device=q.device) if where == ONCE else new(b, h, n, d, dtype=q.dtype)
@@ -288,15 +295,16 @@ def _few_heads(
     elif where == BY_POSITION:
         tile = max(16, 2048 // power(d))
         sum_rounds_kernel[(_triton.cdiv(n, tile), lead)](
-            part, seated, dq, alone if alone is not None else seated, k, d_lse,
+            part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse,
             n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3],
-            OR_SELF=alone is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
+            OR_SELF=or_self and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
     del part
     lists = seat_lists(seating.keys, m)
     of_k = of_v = None
-    if alone is not None:
-        of_k, of_v = Alone(alone, q, d_lse, seating.offset, seating.scale), Alone(alone, dy, None, seating.offset, 1.0)
+    if or_self:
+        of_k = None if d_lse is None else Alone(alone, q, d_lse, seating.offset, seating.scale)
+        of_v = Alone(alone, dy, None, seating.offset, 1.0)
     dk, dv = sum_lists(lists, lead, m, dk, d, of_k), sum_lists(lists, lead, m, dv, e, of_v)
     if seating.bias is not None:
         d_bias = sum_lists(lists, lead, m, d_bias, 1)

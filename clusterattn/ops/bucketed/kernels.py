@@ -195,7 +195,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> s
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, seating: Seating, rounds: int
+    q: Tensor, k: Tensor, v: Tensor, seating: Seating
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """What all kernels of a call are given: tensors, sizes, strides and tiles."""
     (h, n, d), (hk, m, e) = q.shape[1:], v.shape[1:]
@@ -203,7 +203,7 @@ def launch(
     bias, low, high, rank = (x if x is not None else q for x in (seating.bias, seating.low, seating.high, seating.rank))
     tensors = (q, k, v, bias, seating.queries, seating.keys, low, high, rank)
     meetings = seating.low.shape[2] if seating.low is not None else 1
-    sizes = (n, m, d, e, g, s, z, max(rounds, 1), meetings, h, h // hk)
+    sizes = (n, m, d, e, g, s, z, max(seating.rounds, 1), meetings, h, h // hk)
     width, fp32 = power(d) + power(e), q.dtype == torch.float32
     most = 64 if width <= 256 and not fp32 else 32
     keys = 128 if width <= 128 and not fp32 and z == 128 else most  # all of a bucket's keys at once, where they fit
@@ -229,13 +229,13 @@ def written(rounds: int, or_self: bool) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, seating: Seating, rounds: int,
-    or_self: bool = False, less: float = 0.0, key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, seating: Seating, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """out (b h n e), lse (b h n) ``less`` than it is, and with or_self who looked at itself (b h n)."""
     q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
+    rounds, or_self = seating.rounds, seating.or_self
     (b, h, n, d), e, lead = q.shape, v.shape[3], q.shape[0] * q.shape[1]
-    tensors, sizes, strides, tiles = launch(q, k, v, seating, rounds)
+    tensors, sizes, strides, tiles = launch(q, k, v, seating)
     (g, s), where = seating.queries.shape[2:], written(rounds, or_self)
     answer = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     weight = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
@@ -258,7 +258,7 @@ def forward(
         kept = q if key_mask is None else key_mask.contiguous().view(torch.int8)
         join_kernel[(_triton.cdiv(n, tile), lead)](
             part, part_lse, q, k, v, kept, answer, weight, alone,
-            n, v.shape[2], d, e, h, h // v.shape[1], seating.scale, seating.offset, less, *strides,
+            n, v.shape[2], d, e, h, h // v.shape[1], seating.scale, seating.offset, seating.less, *strides,
             OR_SELF=or_self, HAS_MASK=key_mask is not None, ROUNDS=rounds, BN=tile, BD=tiles["BD"], BE=tiles["BE"],
             num_warps=4,
         )  # fmt: skip

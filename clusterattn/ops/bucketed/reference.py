@@ -6,7 +6,7 @@ ranks ``low``/``high`` (b h r n) that query i meets in each round are given: its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,20 @@ class Seating:
     left: int  # how far before itself a query sees; -1: any distance
     right: int  # how far after itself; 0 is causal, -1 any distance
     others: bool  # a query does not see itself
+    rounds: int  # see Buckets
+    or_self: bool  # a query that met nobody attends to itself: for kernels alone, the reference does so afterwards
+    less: float  # taken off the log-weights: likewise
+
+    @classmethod
+    def of(
+        cls, bias: Tensor | None, queries: Tensor, keys: Tensor, low: Tensor | None, high: Tensor | None,
+        rank: Tensor | None, scale: float, less: float, numbers: Sequence[int],
+    ) -> Seating:  # fmt: skip
+        """From an op's arguments; numbers: offset, left, right, others, rounds, or_self."""
+        offset, left, right, others, rounds, or_self = numbers
+        return cls(
+            queries, keys, bias, low, high, rank, scale, offset, left, right, bool(others), rounds, bool(or_self), less
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,10 @@ def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Te
     return met.clamp_(min=1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, seating: Seating) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, seating: Seating, key_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (b h n e), lse (b h n), and nobody who looked at itself (b h 0)."""
     (b, h, n, _), (hk, m, e) = q.shape, v.shape[1:]
     queries, keys = _split_long(seating.queries, seating.keys, budget(q))
     v_rows = v.reshape(b * hk * m, e)
@@ -131,17 +148,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, seating: Seating) -> tuple[Tensor, 
     total = torch.zeros(b * h * n, dtype=acc, device=q.device).index_add_(0, rows, share)
     answers = answers.view(-1, e).mul_((share / torch.where(total > 0, total, 1.0)[rows]).unsqueeze(-1))
     out = torch.zeros(b * h * n, e, dtype=acc, device=q.device).index_add_(0, rows, answers)
-    return out.view(b, h, n, e), (total.log() + shift).view(b, h, n)
+    nobody = torch.empty(b, h, 0, dtype=torch.int8, device=q.device)
+    return out.view(b, h, n, e), (total.log() + shift).view(b, h, n), nobody
 
 
 def backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seating: Seating
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
+    seating: Seating,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     queries, keys = _split_long(seating.queries, seating.keys, budget(q))
     acc = lse.dtype
     flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
-    delta = ((d_out * out).sum(-1) - d_lse).reshape(-1)
+    delta = (d_out * out).sum(-1)
+    delta = (delta if d_lse is None else delta - d_lse).reshape(-1)
     d_rows, v_rows = d_out.reshape(b * h * n, e), v.reshape(b * hk * m, e)
     dq = torch.zeros(b * h * n, d, dtype=acc, device=q.device)
     dk = torch.zeros(b * hk * m, d, dtype=acc, device=q.device)

@@ -331,7 +331,9 @@ def coarse_bwd_c_kernel(
     tl.store(DC + place[:, None] * d + dims[None, :], dc, mask=here[:, None] & (dims[None, :] < d))
 
 
-def why_not(c: Tensor, k: Tensor, v: Tensor) -> str | None:
+def why_not(c: Tensor, k: Tensor, v: Tensor, parts: int, slope: bool) -> str | None:
+    if parts > 1 or slope:
+        return "there is no kernel for parts and slope yet"
     if v.shape[-1] > 256:
         return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
     if 0 in c.shape or 0 in k.shape or 0 in v.shape:

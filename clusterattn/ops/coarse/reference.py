@@ -1,7 +1,16 @@
-"""Centroids attend to all keys; each takes its ``top`` best keys aside as near keys and averages over the rest.
+"""Centroids attend to all keys; each takes its ``top`` best keys aside as near keys and averages over the far rest.
+
+The far keys may be cut into *parts* (the same for all clusters of a head): each cluster then averages over every part
+by itself. And it may be asked for the *slope* of the far values: how the far answer moves with the query, one matrix
+per head,
+
+    M = sum_l omega_l k_l v_l^T  -  sum_c pi_c sum_j a_cj kbar_cj vbar_cj^T,    omega_l = sum_c pi_c a_cj p_cl,
+
+with p_cl the weight of key l in its part j, a_cj the share of part j in the far weight of cluster c, and pi_c the share
+of cluster c in the queries: the covariance of keys and values inside the parts, averaged over the clusters.
 
 Rows may see only a prefix of the keys (block-causal attention): ``per`` consecutive rows belong to one block and
-block j sees the first ``first + j * step`` keys. per = 0: every row sees every key.
+block j sees the first ``first + j * step`` keys. per = 0: every row sees every key. Each block has a slope of its own.
 """
 
 from __future__ import annotations
@@ -12,49 +21,131 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import tables
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
 
 
 @dataclass(frozen=True)
 class Reach:
+    """Which keys a row sees, and what is wanted of them."""
+
     scale: float
     top: int
     tangent: bool  # is the mean far key wanted?
     per: int
     first: int
     step: int
+    parts: int = 1
+
+    def blocks(self, rows: int, m: int) -> list[tuple[slice, int]]:
+        """The rows of each block, and how many keys they see."""
+        if not self.per:
+            return [(slice(0, rows), m)]
+        limits = (min(max(self.first + j * self.step, 0), m) for j in range(-(-rows // self.per)))
+        return list(zip(spans(rows, self.per), limits, strict=True))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the centroids found: the fields of ops.coarse.Coarse, as the op returns them."""
+
+    out: Tensor  # (b h c p e)
+    mean_key: Tensor  # (b h c p d), or (b h c p 0)
+    lse: Tensor  # (b h c p)
+    near_lse: Tensor  # (b h c)
+    near_at: Tensor  # (b h c t)
+    slope: Tensor  # (b h blocks d e), or (b h 0 d e)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values by key head, (lead m ...): as they came, or seated part by part in tiles of equal size."""
+
+    k: Tensor
+    v: Tensor
+    real: Tensor | None  # (lead m): False for masked keys and empty seats
+    at: Tensor | None  # (lead m): where they came from, None where they were not moved; -1 for an empty seat
+    part_of: Tensor | None  # (lead g): the part of each tile of keys
+    parts: int
+
+    @property
+    def tiles(self) -> int:
+        return 1 if self.part_of is None else self.part_of.shape[1]
+
+    def summed(self, by_tile: Tensor, heads: slice) -> Tensor:
+        """(lead tiles ...) -> (lead parts ...): tiles of one part added up."""
+        if self.part_of is None:
+            return by_tile
+        total = by_tile.new_zeros(by_tile.shape[0], self.parts, *by_tile.shape[2:])
+        index = self.part_of[heads].view(*by_tile.shape[:2], *[1] * (by_tile.dim() - 2)).expand_as(by_tile)
+        return total.scatter_add_(1, index, by_tile)
+
+    def highest(self, by_tile: Tensor, heads: slice) -> Tensor:
+        if self.part_of is None:
+            return by_tile
+        best = torch.full_like(by_tile[:, :1], NEVER).repeat(1, self.parts, 1)
+        return best.scatter_reduce_(1, self.part_of[heads].unsqueeze(-1).expand_as(by_tile), by_tile, "amax")
+
+    def of_tiles(self, by_part: Tensor, heads: slice) -> Tensor:
+        """(lead parts ...) -> (lead tiles ...): what each tile's part has."""
+        if self.part_of is None:
+            return by_part
+        index = self.part_of[heads].view(*by_part.shape[:1], -1, *[1] * (by_part.dim() - 2))
+        return by_part.gather(1, index.expand(-1, -1, *by_part.shape[2:]))
+
+
+def _seated(k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, parts: int) -> Keys:
+    """k (b hk m d), v (b hk m e), key_mask (b m), part_of (b hk m) with -1 for keys that are not real."""
+    (b, hk, m, d), e = k.shape, v.shape[3]
+    k, v = k.reshape(b * hk, m, d), v.reshape(b * hk, m, e)
+    if part_of is None:
+        return Keys(k, v, None if key_mask is None else key_mask.repeat_interleave(hk, 0), None, None, 1)
+    seats = max(8, min(64, 1 << (m // (2 * parts)).bit_length()))
+    table, first = tables.tiles(part_of, parts, seats)
+    if k.device.type == "cpu":  # how many tiles are used is known here without waiting: the spare ones go
+        table = table[:, :, : max(1, int(first[..., -1].max()))]
+    of_tile = tables.family_of(first, table.shape[2]).flatten(0, 1)
+    at = table.reshape(b * hk, -1)
+    rows = (at.clamp(min=0) + torch.arange(b * hk, device=k.device).unsqueeze(-1) * m).reshape(-1)
+
+    def moved(x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1]).index_select(0, rows).view(*at.shape, x.shape[-1])
+
+    return Keys(moved(k), moved(v), at >= 0, at, of_tile, parts)
 
 
 @dataclass(frozen=True)
 class Piece:
+    """Some rows of one block of some heads, and the keys they see."""
+
     heads: slice  # of (b hk)
     rows: slice  # of c
-    seen: int  # how many keys these rows may see
+    block: int
+    shape: tuple[int, int, int]  # heads, group, rows
     c: Tensor  # (heads (group rows) d)
     k: Tensor  # (heads seen d)
     v: Tensor  # (heads seen e)
     scores: Tensor  # (heads (group rows) seen), -inf where masked
 
 
-def _pieces(c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, reach: Reach) -> Iterator[Piece]:
-    """c (b*hk group c d), k (b*hk m d), v (b*hk m e), key_mask (b*hk m)."""
+def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
+    """c (b*hk group c d)."""
     lead, group, rows, d = c.shape
-    m = k.shape[1]
-    blocks = [(slice(0, rows), m)]
-    if reach.per:
-        blocks = [
-            (rows_of, min(max(reach.first + j * reach.step, 0), m)) for j, rows_of in enumerate(spans(rows, reach.per))
-        ]
-    for rows_of, seen in blocks:
-        size = group * (rows_of.stop - rows_of.start) * max(seen, d, 1)
-        for heads in spans(lead, budget(c) * 4 // max(size, 1)):
-            few = wide(c[heads, :, rows_of]).flatten(1, 2)
-            keys, values = wide(k[heads, :seen]), wide(v[heads, :seen])
-            scores = torch.bmm(few, keys.mT).mul_(reach.scale)
-            if key_mask is not None:
-                scores.masked_fill_(~key_mask[heads, None, :seen], NEVER)
-            yield Piece(heads, rows_of, seen, few, keys, values, scores)
+    m = keys.k.shape[1]
+    for block, (rows_of, seen) in enumerate(reach.blocks(rows, m)):
+        if seen == 0:
+            continue
+        most = max(1, budget(c) * 4 // (group * max(seen, d)))  # rows of all query heads of one key head at once
+        for heads in spans(lead, most // max(rows_of.stop - rows_of.start, 1)):
+            k, v = wide(keys.k[heads, :seen]), wide(keys.v[heads, :seen])
+            for part in spans(rows_of.stop - rows_of.start, max(most, 16)):
+                chosen = slice(rows_of.start + part.start, rows_of.start + part.stop)
+                few = wide(c[heads, :, chosen])
+                scores = torch.bmm(few.flatten(1, 2), k.mT).mul_(reach.scale)
+                if keys.real is not None:
+                    scores.masked_fill_(~keys.real[heads, None, :seen], NEVER)
+                yield Piece(heads, chosen, block, few.shape[:3], few.flatten(1, 2), k, v, scores)
 
 
 def _by_key_head(x: Tensor, hk: int) -> Tensor:
@@ -63,91 +154,235 @@ def _by_key_head(x: Tensor, hk: int) -> Tensor:
     return x.reshape(b * hk, h // hk, *x.shape[2:])
 
 
-def _mask_rows(key_mask: Tensor | None, hk: int) -> Tensor | None:
-    return None if key_mask is None else key_mask.repeat_interleave(hk, 0)
+def _tiled(x: Tensor, tiles: int) -> Tensor:
+    """(heads rows seen) -> (heads tiles rows seats)"""
+    return x.view(*x.shape[:2], tiles, -1).transpose(1, 2)
 
 
-def forward(
-    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, reach: Reach
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
-    top, acc = min(reach.top, m), torch.promote_types(c.dtype, torch.float32)
-    lead = (b * hk, h // hk, rows)
-    out = torch.zeros(*lead, e, dtype=acc, device=c.device)
-    mean_key = torch.zeros(*lead, d if reach.tangent else 0, dtype=acc, device=c.device)
-    lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
-    near_lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
-    near_at = torch.full((*lead, top), -1, dtype=torch.int64, device=c.device)
-    for p in _pieces(
-        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), reach
-    ):
-        place = (p.heads, slice(None), p.rows)
-        shape = out[place].shape[:-1]
-        few = min(top, p.seen)
-        if few:
-            best, at = p.scores.topk(few, -1, sorted=False)
-            near_lse[place] = best.logsumexp(-1).view(shape)
-            near_at[..., :few][place] = torch.where(best == NEVER, -1, at).view(*shape, few)
-            p.scores.scatter_(-1, at, NEVER)
-        if p.seen == 0:
-            continue
-        highest = p.scores.amax(-1, keepdim=True)
-        weights = p.scores.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
-        total = weights.sum(-1, keepdim=True)
-        safe = torch.where(total > 0, total, 1.0)
-        out[place] = torch.bmm(weights, p.v).div_(safe).view(*shape, e)
-        if reach.tangent:
-            mean_key[place] = torch.bmm(weights, p.k).div_(safe).view(*shape, d)
-        lse[place] = (total.log_() + highest).view(shape)
-    return (
-        out.view(b, h, rows, e), mean_key.view(b, h, rows, mean_key.shape[-1]), lse.view(b, h, rows),
-        near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
-    )  # fmt: skip
-
-
-def backward(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor,
-    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, reach: Reach,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
-    acc = lse.dtype
-    dc = torch.zeros(b * hk, h // hk, rows, d, dtype=acc, device=c.device)
-    dk = torch.zeros(b * hk, m, d, dtype=acc, device=c.device)
-    dv = torch.zeros(b * hk, m, e, dtype=acc, device=c.device)
-    delta = (d_out * out).sum(-1) - d_lse
-    if reach.tangent:
-        delta = delta + (d_mean * mean_key).sum(-1)
-    d_out, d_mean, d_near, delta, lse, near_lse, near_at = (
-        _by_key_head(x, hk) for x in (d_out, d_mean, d_near, delta, lse, near_lse, near_at)
-    )
-    for p in _pieces(
-        _by_key_head(c, hk), k.reshape(b * hk, m, d), v.reshape(b * hk, m, e), _mask_rows(key_mask, hk), reach
-    ):
-        if p.seen == 0:
-            continue
-        place, flat = (p.heads, slice(None), p.rows), p.scores.shape[:2]
-        at = near_at[place][..., : min(near_at.shape[-1], p.seen)].reshape(*flat, -1)
-        theirs = lse[place].reshape(*flat, 1)
-        near = p.scores.gather(-1, at.clamp(min=0)).sub_(_finite(near_lse[place]).reshape(*flat, 1)).exp_()
-        near = torch.where(at >= 0, near * d_near[place].reshape(*flat, 1), 0.0)
-        p.scores.scatter_add_(-1, at.clamp(min=0), torch.where(at >= 0, NEVER, 0.0).to(acc))
-        weights = p.scores.sub_(_finite(theirs)).exp_()
-        dy = d_out[place].reshape(*flat, e)
-        dv[p.heads, : p.seen] += torch.bmm(weights.mT, dy)
-        ds = torch.bmm(dy, p.v.mT)
-        if reach.tangent:
-            dm = d_mean[place].reshape(*flat, d)
-            dk[p.heads, : p.seen] += torch.bmm(weights.mT, dm)
-            ds.baddbmm_(dm, p.k.mT)
-        ds.sub_(delta[place].reshape(*flat, 1)).mul_(weights).scatter_add_(-1, at.clamp(min=0), near).mul_(reach.scale)
-        dc[place] = torch.bmm(ds, p.k).view(dc[place].shape)
-        dk[p.heads, : p.seen] += torch.bmm(ds.mT, p.c)
-    return dc.view(b, h, rows, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e)
+def _product(weights: Tensor, x: Tensor) -> Tensor:
+    """weights (heads tiles rows seats), x (heads seen width) -> (heads tiles rows width)"""
+    return weights @ x.view(x.shape[0], weights.shape[1], -1, x.shape[-1])
 
 
 def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse == NEVER, 0.0, lse)
+
+
+def _shares(lse: Tensor) -> Tensor:
+    """The share of each part in the far weight: (... p); 0 where nothing is far."""
+    return torch.exp(lse - _finite(lse.logsumexp(-1, keepdim=True)))
+
+
+def forward(
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, pi: Tensor | None, reach: Reach
+) -> Found:
+    """pi (b h c): each cluster's share of the queries, where the slope is wanted."""
+    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
+    top, parts, acc = min(reach.top, m), reach.parts, torch.promote_types(c.dtype, torch.float32)
+    lead = (b * hk, h // hk, rows)
+    keys = _seated(k, v, key_mask, part_of, parts)
+    blocks = len(reach.blocks(rows, m)) if pi is not None else 0
+    out = torch.zeros(*lead, parts, e, dtype=acc, device=c.device)
+    mean_key = torch.zeros(*lead, parts, d if reach.tangent else 0, dtype=acc, device=c.device)
+    lse = torch.full((*lead, parts), NEVER, dtype=acc, device=c.device)
+    near_lse = torch.full(lead, NEVER, dtype=acc, device=c.device)
+    near_at = torch.full((*lead, top), -1, dtype=torch.int64, device=c.device)
+    slope = torch.zeros(b * hk, h // hk, blocks, d, e, dtype=acc, device=c.device)
+    share = None if pi is None else _by_key_head(pi, hk)
+    for p in _pieces(_by_key_head(c, hk), keys, reach):
+        place, shape, few = (p.heads, slice(None), p.rows), p.shape, min(top, p.scores.shape[-1])
+        if few:
+            best, at = p.scores.topk(few, -1, sorted=False)
+            near_lse[place] = best.logsumexp(-1).view(shape)
+            p.scores.scatter_(-1, at, NEVER)
+            if keys.at is not None:
+                at = keys.at[p.heads].gather(1, at.flatten(1)).view_as(at)
+            near_at[..., :few][place] = torch.where(best == NEVER, -1, at).view(*shape, few)
+        scores = _tiled(p.scores, keys.tiles)
+        highest = keys.highest(scores.amax(-1), p.heads)  # (heads parts rows)
+        level = torch.where(highest == NEVER, 0.0, highest)
+        weights = (scores - keys.of_tiles(level, p.heads).unsqueeze(-1)).exp_()
+        total = keys.summed(weights.sum(-1), p.heads)
+        safe = torch.where(total > 0, total, 1.0)
+        means = keys.summed(_product(weights, p.v), p.heads) / safe.unsqueeze(-1)
+        out[place] = means.transpose(1, 2).reshape(*shape, parts, e)
+        if reach.tangent:
+            means = keys.summed(_product(weights, p.k), p.heads) / safe.unsqueeze(-1)
+            mean_key[place] = means.transpose(1, 2).reshape(*shape, parts, d)
+        lse[place] = (total.log() + highest).transpose(1, 2).reshape(*shape, parts)
+        if share is not None:
+            amount = _shares(lse[place]) * share[place].unsqueeze(-1)  # (heads group rows parts): pi a
+            slope[p.heads, :, p.block] += _within(weights, safe, amount, p, keys)
+            slope[p.heads, :, p.block] -= _between(amount, mean_key[place], out[place])
+    return Found(
+        out.view(b, h, rows, parts, e), mean_key.view(b, h, rows, parts, mean_key.shape[-1]),
+        lse.view(b, h, rows, parts), near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
+        slope.view(b, h, blocks, d, e),
+    )  # fmt: skip
+
+
+def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:
+    """omega (heads group seen): what each key receives of the far attention, from weights (heads tiles rows seats) and
+    each row's amount for the weight of a part, (heads parts rows)."""
+    heads, group, rows = p.shape
+    each = keys.of_tiles(amount, p.heads).unflatten(-1, (group, rows))  # (heads tiles group rows)
+    weights = weights.unflatten(2, (group, rows))
+    return torch.einsum("tgkrs,tgkr->tkgs", weights, each).flatten(2)
+
+
+def _within(weights: Tensor, total: Tensor, amount: Tensor, p: Piece, keys: Keys) -> Tensor:
+    """sum_l omega_l k_l v_l^T, (heads group d e)."""
+    omega = _received(weights, _rows(amount) / total, keys, p)
+    return (p.k.unsqueeze(1) * omega.unsqueeze(-1)).mT @ p.v.unsqueeze(1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(heads group rows parts) -> (heads parts (group rows))"""
+    return x.flatten(1, 2).mT
+
+
+def _between(amount: Tensor, mean_key: Tensor, out: Tensor) -> Tensor:
+    """sum_c pi_c sum_j a_cj kbar_cj vbar_cj^T, (heads group d e)."""
+    return (mean_key * amount.unsqueeze(-1)).flatten(2, 3).mT @ out.flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of what forward found; None where nobody asked."""
+
+    out: Tensor | None
+    mean_key: Tensor | None
+    lse: Tensor | None
+    near_lse: Tensor | None
+    slope: Tensor | None
+
+
+def backward(
+    given: Gradients, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None,
+    pi: Tensor | None, found: Found, reach: Reach,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
+    acc, parts = found.lse.dtype, reach.parts
+    keys = _seated(k, v, key_mask, part_of, parts)
+    shape = (b * hk, h // hk, rows)
+    d_out = _like(given.out, found.out).reshape(*shape, parts, e)
+    d_mean = _like(given.mean_key, found.mean_key).reshape(*shape, parts, found.mean_key.shape[-1])
+    d_lse = _like(given.lse, found.lse).reshape(*shape, parts)
+    d_slope = None if pi is None or given.slope is None else _by_key_head(given.slope, hk)  # (lead group blocks d e)
+    out, mean_key, lse, near_lse, near_at = (
+        _by_key_head(x, hk) for x in (found.out, found.mean_key, found.lse, found.near_lse, found.near_at)
+    )
+    d_near = None if given.near_lse is None else _by_key_head(given.near_lse, hk)
+    place_of = _places(keys, m)
+    dc = torch.zeros(*shape, d, dtype=acc, device=c.device)
+    dk = torch.zeros(*keys.k.shape, dtype=acc, device=c.device)
+    dv = torch.zeros(*keys.v.shape, dtype=acc, device=c.device)
+    for p in _pieces(_by_key_head(c, hk), keys, reach):
+        place, seen = (p.heads, slice(None), p.rows), p.scores.shape[-1]
+        flat = p.scores.shape[:2]
+        at = near_at[place][..., : min(near_at.shape[-1], seen)].reshape(*flat, -1)
+        real = at >= 0
+        if place_of is not None:
+            at = place_of[p.heads].gather(1, at.clamp(min=0).flatten(1)).view_as(at)
+        at = torch.where(real, at, 0)
+        near = None
+        if d_near is not None and at.shape[-1]:
+            near = p.scores.gather(-1, at).sub_(_finite(near_lse[place]).reshape(*flat, 1)).exp_()
+            near = torch.where(real, near * d_near[place].reshape(*flat, 1), 0.0)
+        p.scores.scatter_add_(-1, at, torch.where(real, NEVER, 0.0).to(acc))
+        weights = _tiled(p.scores, keys.tiles) - keys.of_tiles(_rows(_finite(lse[place])), p.heads).unsqueeze(-1)
+        weights = weights.exp_()  # (heads tiles rows seats): the weight of a key in its part
+        dy, dm, dl = d_out[place], d_mean[place], d_lse[place]
+        extra = None
+        if d_slope is not None and pi is not None:
+            pull = _Pull.of(d_slope[p.heads, :, p.block], p, weights, keys)
+            amount = _by_key_head(pi, hk)[place].unsqueeze(-1), _shares(lse[place])
+            dy, dm, dl = pull.means(dy, dm, dl, amount, mean_key[place], out[place])
+            extra = _rows(amount[0] * amount[1])  # (heads parts rows)
+            omega = _received(weights, extra, keys, p)
+            pulled = p.v.unsqueeze(1) @ pull.d_slope.mT  # (heads group seen d)
+            dk[p.heads, :seen] += (pulled * omega.unsqueeze(-1)).sum(1)
+            dv[p.heads, :seen] += ((p.k.unsqueeze(1) @ pull.d_slope) * omega.unsqueeze(-1)).sum(1)
+        delta = (dy * out[place]).sum(-1) - dl
+        if reach.tangent:
+            delta = delta + (dm * mean_key[place]).sum(-1)
+        by_tile = keys.of_tiles(_rows_of(dy), p.heads)  # (heads tiles rows e)
+        values = p.v.view(p.v.shape[0], keys.tiles, -1, e)
+        dv[p.heads, :seen] += (weights.mT @ by_tile).reshape(-1, seen, e)
+        ds = by_tile @ values.mT
+        if reach.tangent:
+            by_tile = keys.of_tiles(_rows_of(dm), p.heads)
+            dk[p.heads, :seen] += (weights.mT @ by_tile).reshape(-1, seen, d)
+            ds += by_tile @ p.k.view(p.k.shape[0], keys.tiles, -1, d).mT
+        if extra is not None:
+            delta = delta + (amount[0] * amount[1]) * pull.mean
+            ds += keys.of_tiles(extra, p.heads).unsqueeze(-1) * pull.per_key
+        ds = ds.sub_(keys.of_tiles(_rows(delta), p.heads).unsqueeze(-1)).mul_(weights)
+        ds = ds.transpose(1, 2).reshape(*flat, seen)
+        if near is not None:
+            ds.scatter_add_(-1, at, near)
+        ds.mul_(reach.scale)
+        dc[place] = torch.bmm(ds, p.k).view(*p.shape, d)
+        dk[p.heads, :seen] += torch.bmm(ds.mT, p.c)
+    dk, dv = _moved_back(dk, keys, m), _moved_back(dv, keys, m)
+    return dc.view(b, h, rows, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e)
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """What the gradient of a slope asks of the weights."""
+
+    d_slope: Tensor  # (heads group d e)
+    per_key: Tensor  # (heads tiles rows seats): k^T dM v of each key, for the rows of each query head
+    mean: Tensor  # (heads group rows parts): its mean under the weights
+
+    @classmethod
+    def of(cls, d_slope: Tensor, p: Piece, weights: Tensor, keys: Keys) -> _Pull:
+        heads, group, rows = p.shape
+        each = ((p.k.unsqueeze(1) @ d_slope) * p.v.unsqueeze(1)).sum(-1)  # (heads group seen)
+        per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
+        per_key = per_key.flatten(1, 2).transpose(1, 2)  # (heads tiles rows seats)
+        mean = keys.summed((weights * per_key).sum(-1), p.heads)  # (heads parts rows)
+        return cls(d_slope, per_key, mean.mT.unflatten(1, (group, rows)))
+
+    def means(
+        self, dy: Tensor, dm: Tensor, dl: Tensor, amount: tuple[Tensor, Tensor], mean_key: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the parts' means and log-weights, with what the slope takes off and how it weighs the parts."""
+        pi, share = amount
+        pulled = out.flatten(2, 3) @ self.d_slope.mT  # (heads group (rows parts) d): dM vbar
+        pulled = pulled.view(mean_key.shape)
+        both = (pi * share).unsqueeze(-1)
+        d_share = pi * (self.mean - (mean_key * pulled).sum(-1))
+        dl = dl + share * (d_share - (share * d_share).sum(-1, keepdim=True))
+        dy = dy - both * (mean_key.flatten(2, 3) @ self.d_slope).view(out.shape)
+        return dy, dm - both * pulled, dl
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """(heads group rows parts width) -> (heads parts (group rows) width)"""
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+def _like(gradient: Tensor | None, x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if gradient is None else gradient
+
+
+def _places(keys: Keys, m: int) -> Tensor | None:
+    """Where each key was seated (lead m)."""
+    if keys.at is None:
+        return None
+    seat = torch.arange(keys.at.shape[1], device=keys.at.device).expand_as(keys.at)
+    spare = torch.zeros(keys.at.shape[0], m + 1, dtype=torch.int64, device=keys.at.device)
+    return spare.scatter_(1, torch.where(keys.at < 0, m, keys.at), seat)[:, :m]
+
+
+def _moved_back(x: Tensor, keys: Keys, m: int) -> Tensor:
+    if keys.at is None:
+        return x
+    total = x.new_zeros(x.shape[0], m + 1, x.shape[-1])
+    index = torch.where(keys.at < 0, m, keys.at).unsqueeze(-1).expand_as(x)
+    return total.scatter_(1, index, x)[:, :m].contiguous()
 
 
 def top_keys(q: Tensor, k: Tensor, key_mask: Tensor | None, top: int, causal: bool) -> Tensor:
@@ -155,7 +390,7 @@ def top_keys(q: Tensor, k: Tensor, key_mask: Tensor | None, top: int, causal: bo
     (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
     few = min(top, m)
     found = torch.full((b * hk, h // hk, n, few), -1, dtype=torch.int64, device=q.device)
-    key_mask = _mask_rows(key_mask, hk)
+    key_mask = None if key_mask is None else key_mask.repeat_interleave(hk, 0)
     keys, mine = k.reshape(b * hk, m, d), _by_key_head(q, hk)
     key_at = torch.arange(m, device=q.device)
     for heads in spans(b * hk, 1):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._jit import HAVE_TRITON
+from .._op import op
 from . import kernels
 
 Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
@@ -25,6 +26,7 @@ Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of 
 _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
 _LOW = 0xFFFFFFFF
 STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS, STREAM_DIRECTIONS = 1, 2, 3, 4, 5, 6
+STREAM_PART_STARTS, STREAM_PART_SAMPLE, STREAM_RESIDUALS = 15, 16, 17
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
     return (0, seed) if isinstance(seed, Tensor) else (seed, None)
 
 
-@torch.library.custom_op("clusterattn::bits", mutates_args=())
+@op("bits")
 def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(counter):
         return kernels.bits(counter, number, stream, holder)
@@ -52,7 +54,7 @@ def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = 
     return _mix((x + 0x3C6EF372 * stream) & _LOW)
 
 
-@_bits.register_fake
+@_bits.fake
 def _(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     return torch.empty_like(counter, dtype=torch.int64, memory_format=torch.contiguous_format)
 
@@ -82,7 +84,7 @@ def directions(rounds: int, each: int, d: int, seed: Seed, like: Tensor) -> Tens
     ).to(like.dtype)
 
 
-@torch.library.custom_op("clusterattn::stratified_among", mutates_args=())
+@op("stratified_among")
 def _stratified_among(
     valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
     holder: Optional[Tensor] = None,
@@ -99,7 +101,7 @@ def _stratified_among(
     return torch.where((rank < total) & (lot < wanted), at, -1)
 
 
-@_stratified_among.register_fake
+@_stratified_among.fake
 def _(
     valid: Tensor, number: int, stream: int, most: int, wanted: Optional[Tensor] = None,
     holder: Optional[Tensor] = None,
@@ -119,7 +121,7 @@ def stratified_among(valid: Tensor, seed: Seed, stream: int, most: int, wanted: 
     return drawn
 
 
-@torch.library.custom_op("clusterattn::stratified", mutates_args=())
+@op("stratified")
 def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(like):
         return kernels.stratified(n, number, stream, most, like.device, holder)
@@ -130,7 +132,7 @@ def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holde
     return rank.long().clamp(max=n - 1)
 
 
-@_stratified.register_fake
+@_stratified.fake
 def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
     return like.new_empty((most,), dtype=torch.int64)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._types import Parts
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
 from ..coarse import kernels as coarse
 from ..coarse.reference import Reach
@@ -193,7 +194,11 @@ def fine_bwd_kernel(
             tl.store(D_MEAN + mine * d + dims, d_mean, mask=dims < d)
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, clusters: int, top: int) -> str | None:
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, clusters: int, top: int, parts: Parts | None, shares: Tensor | None
+) -> str | None:
+    if parts is not None or shares is not None:
+        return "there is no kernel for parts and slope yet"
     if v.shape[-1] > 256:
         return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
     if 0 in q.shape or 0 in k.shape or 0 in v.shape or not clusters:

@@ -11,56 +11,69 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .. import draw
+from .. import _backends, draw
+from .._backends import REFERENCE, serving
 from .._chunks import wide
-from .._jit import use_kernel, why_no_kernels
-from . import kernels, reference
+from .._op import op
+from . import reference
 
 
-@torch.library.custom_op("clusterattn::directions", mutates_args=())
-def _directions(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
-    return kernels.directions(rounds, each, d, number, like.device, holder)
+@op("directions")
+def _directions(
+    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor], backend: str
+) -> Tensor:
+    found: Tensor = _backends.function("directions", backend)(rounds, each, d, number, like.device, holder)
+    return found
 
 
-@_directions.register_fake
-def _(like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor] = None) -> Tensor:
+@_directions.fake
+def _(
+    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor], backend: str
+) -> Tensor:
     return like.new_empty((rounds, each, d), dtype=torch.float32)
 
 
-@torch.library.custom_op("clusterattn::scores", mutates_args=())
+@op("scores")
 def _scores(
-    q: Tensor, k: Tensor, drawn: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], lifted: bool
-) -> tuple[Tensor, Tensor]:
-    return kernels.scores(q, k, drawn, valid_q, valid_k, lifted)
+    q: Tensor, k: Tensor, drawn: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor],
+    lifted: bool, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found: tuple[Tensor, Tensor] = _backends.function("scores", backend)(q, k, drawn, valid_q, valid_k, lifted)
+    return found
 
 
-@_scores.register_fake
+@_scores.fake
 def _(q: Tensor, k: Tensor, drawn: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     (b, h, n, _d), r = q.shape, drawn.shape[0]
     return drawn.new_empty((b, h, r, n)), drawn.new_empty((b, h, r, k.shape[2]))
 
 
-@torch.library.custom_op("clusterattn::polytope", mutates_args=())
-def _polytope(x: Tensor, drawn: Tensor, buckets: Optional[Tensor]) -> Tensor:
-    return kernels.polytope(x, drawn, buckets)
+@op("polytope")
+def _polytope(x: Tensor, drawn: Tensor, buckets: Optional[Tensor], backend: str) -> Tensor:
+    hashes: Tensor = _backends.function("polytope", backend)(x, drawn, buckets)
+    return hashes
 
 
-@_polytope.register_fake
-def _(x: Tensor, drawn: Tensor, buckets: Optional[Tensor]) -> Tensor:
+@_polytope.fake
+def _(x: Tensor, drawn: Tensor, buckets: Optional[Tensor], backend: str) -> Tensor:
     return x.new_empty((*x.shape[:2], drawn.shape[0], x.shape[2]), dtype=torch.int32)
 
 
-@torch.library.custom_op("clusterattn::balanced", mutates_args=())
+@op("balanced")
 def _balanced(
-    score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int
-) -> tuple[Tensor, Tensor]:
-    return kernels.balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
+    score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    run = _backends.function("balanced", backend)
+    seats: tuple[Tensor, Tensor] = run(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
+    return seats
 
 
-@_balanced.register_fake
+@_balanced.fake
 def _(
-    score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int
-) -> tuple[Tensor, Tensor]:
+    score_q: Tensor, score_k: Tensor, valid_q: Optional[Tensor], valid_k: Optional[Tensor], q_seats: int, k_seats: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     (b, h, r, n), m = score_q.shape, score_k.shape[3]
     most = max(-(-n // q_seats), -(-m // k_seats), 1)
     return (
@@ -69,13 +82,14 @@ def _(
     )
 
 
-@torch.library.custom_op("clusterattn::chunked", mutates_args=())
-def _chunked(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
-    return kernels.chunked(hashes, valid, chunk)
+@op("chunked")
+def _chunked(hashes: Tensor, valid: Optional[Tensor], chunk: int, backend: str) -> tuple[Tensor, Tensor]:
+    seats: tuple[Tensor, Tensor] = _backends.function("chunked", backend)(hashes, valid, chunk)
+    return seats
 
 
-@_chunked.register_fake
-def _(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
+@_chunked.fake
+def _(hashes: Tensor, valid: Optional[Tensor], chunk: int, backend: str) -> tuple[Tensor, Tensor]:
     b, h, r, n = hashes.shape
     g = r * max(-(-n // chunk), 1)
     return (
@@ -84,42 +98,46 @@ def _(hashes: Tensor, valid: Optional[Tensor], chunk: int) -> tuple[Tensor, Tens
     )
 
 
-@torch.library.custom_op("clusterattn::unit", mutates_args=())
-def _unit(x: Tensor) -> Tensor:
-    return kernels.unit(x)
+@op("unit")
+def _unit(x: Tensor, backend: str) -> Tensor:
+    rows: Tensor = _backends.function("unit", backend)(x)
+    return rows
 
 
-@_unit.register_fake
-def _(x: Tensor) -> Tensor:
+@_unit.fake
+def _(x: Tensor, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("clusterattn::unit_backward", mutates_args=())
-def _unit_backward(d_unit: Tensor, x: Tensor) -> Tensor:
-    return kernels.unit_backward(d_unit, x)
+@op("unit_backward")
+def _unit_backward(d_unit: Tensor, x: Tensor, backend: str) -> Tensor:
+    found: Tensor = _backends.backward("unit", backend)(d_unit, x)
+    return found
 
 
-@_unit_backward.register_fake
-def _(d_unit: Tensor, x: Tensor) -> Tensor:
+@_unit_backward.fake
+def _(d_unit: Tensor, x: Tensor, backend: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    x, ctx.backend = inputs
+    ctx.save_for_backward(x)
 
 
-def _give_back(ctx: Any, d_unit: Tensor) -> Any:
-    return _unit_backward(d_unit, *ctx.saved_tensors)
+def _give_back(ctx: Any, d_unit: Tensor | None) -> Any:
+    return None if d_unit is None else _unit_backward(d_unit, *ctx.saved_tensors, ctx.backend)
 
 
-_unit.register_autograd(_give_back, setup_context=_keep)
+_unit.gradient(_give_back, _keep)
 
 
 def directions(rounds: int, each: int, d: int, seed: draw.Seed, like: Tensor, *, backend: str = "reference") -> Tensor:
     """(r each d) random directions in fp32 or better; those of one round do not depend on how many there are."""
-    if use_kernel("directions", backend, why_no_kernels(like)):
+    name = serving("directions", backend, like)
+    if name != REFERENCE:
         number, holder = draw.number_and_holder(seed)
-        drawn: Tensor = _directions(like, rounds, each, d, number, holder)
+        drawn: Tensor = _directions(like, rounds, each, d, number, holder, name)
         return drawn
     return draw.directions(rounds, each, d, seed, wide(like.new_empty(0)))
 
@@ -133,10 +151,18 @@ def scores(
     ``lifted``: after two more coordinates have brought all queries and keys of a head to one norm, so that near means a
     large product. valid (b n), None for everybody: padding has no say in the norm.
     """
-    if use_kernel("scores", backend, kernels.why_not(q, k)):
-        found: tuple[Tensor, Tensor] = _scores(q, k, drawn, valid_q, valid_k, lifted)
+    name = serving("scores", backend, q, k)
+    if name != REFERENCE:
+        found: tuple[Tensor, Tensor] = _scores(q, k, drawn, valid_q, valid_k, lifted, name)
         return found
     return reference.scores(q, k, drawn, valid_q, valid_k, lifted)
+
+
+def lifts(
+    q: Tensor, k: Tensor, valid_q: Tensor | None, valid_k: Tensor | None, *, backend: str = "reference"
+) -> tuple[Tensor, Tensor]:
+    """The extra coordinate of each query (b h n) and key (b h m) that brings all of a head to one norm; see scores."""
+    return reference.lifts(q, k, valid_q, valid_k)
 
 
 def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None = None, *, backend: str = "reference") -> Tensor:
@@ -145,8 +171,9 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None = None, *, backend
     x (b h n d), drawn (r directions d) -> (b h r n). With fewer valid tokens fewer directions take part, so that
     padding does not change a hash; None: all of them.
     """
-    if use_kernel("polytope", backend, kernels.why_not(x)):
-        hashes: Tensor = _polytope(x, drawn, buckets)
+    name = serving("polytope", backend, x)
+    if name != REFERENCE:
+        hashes: Tensor = _polytope(x, drawn, buckets, name)
         return hashes
     return reference.polytope(x, drawn, buckets)
 
@@ -157,8 +184,9 @@ def balanced(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys in the order of their scores (b h r n), (b h r m), cut into equally many buckets of nearly equal
     size: two tables (b h r*g seats). The side that needs more buckets decides; the other spreads evenly over them."""
-    if use_kernel("balanced", backend, kernels.why_not(score_q[..., :1], score_k[..., :1])):
-        seats: tuple[Tensor, Tensor] = _balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
+    name = serving("balanced", backend, score_q[..., :1], score_k[..., :1])
+    if name != REFERENCE:
+        seats: tuple[Tensor, Tensor] = _balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats, name)
         return seats
     return reference.balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
 
@@ -166,13 +194,15 @@ def balanced(
 def chunked(hashes: Tensor, valid: Tensor | None, *, chunk: int, backend: str = "reference") -> tuple[Tensor, Tensor]:
     """Tokens in the order of their hashes (b h r n), cut into chunks: the chunks (b h r*g chunk), and each chunk with
     the one before it, around the circle of its round (b h r*g 2*chunk)."""
-    if use_kernel("chunked", backend, kernels.why_not(hashes[..., :1])):
-        seats: tuple[Tensor, Tensor] = _chunked(hashes, valid, chunk)
+    name = serving("chunked", backend, hashes[..., :1])
+    if name != REFERENCE:
+        seats: tuple[Tensor, Tensor] = _chunked(hashes, valid, chunk, name)
         return seats
     return reference.chunked(hashes, valid, chunk)
 
 
 def unit(x: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows of length 1, in x's own dtype."""
-    rows: Tensor = _unit(x) if use_kernel("unit", backend, kernels.why_not(x)) else reference.unit(x)
+    name = serving("unit", backend, x)
+    rows: Tensor = reference.unit(x) if name == REFERENCE else _unit(x, name)
     return rows

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ..._types import Members
+from .. import _backends
+from .._backends import REFERENCE, serving
 from .._chunks import wide
-from .._jit import use_kernel
+from .._op import op
 from ..rows import broadcast
-from . import kernels, moments, reference
+from . import kernels
 
 
 @dataclass(frozen=True)
@@ -29,89 +31,88 @@ class Centres:
     origin: Tensor | None  # (... 1 w)
 
 
-@torch.library.custom_op("clusterattn::kmeans", mutates_args=())
+@op("kmeans")
 def _kmeans(
     points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
-    updates: int, signs: bool, triton: bool,
+    updates: int, signs: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    kmeans = kernels.kmeans if triton else reference.kmeans
-    return kmeans(points, valid, start_at, train_at, form, updates, signs)
+    run = _backends.function("kmeans", backend)
+    found: tuple[Tensor, Tensor, Tensor] = run(points, valid, start_at, train_at, form, updates, signs)
+    return found
 
 
-@_kmeans.register_fake
+@_kmeans.fake
 def _(
     points: Tensor, valid: Optional[Tensor], start_at: Tensor, train_at: Optional[Tensor], form: Optional[Tensor],
-    updates: int, signs: bool, triton: bool,
+    updates: int, signs: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     acc = torch.promote_types(points.dtype, torch.float32)
     (b, h, _, w), c = points.shape, start_at.shape[2]
     return (
-        points.new_empty((b * h, c, w), dtype=points.dtype if triton else acc),
+        points.new_empty((b * h, c, w), dtype=points.dtype if _backends.keeps_dtype(backend) else acc),
         points.new_empty((b * h, c), dtype=acc),
         points.new_empty((b * h, 1, w), dtype=acc),
     )
 
 
-@torch.library.custom_op("clusterattn::nearest", mutates_args=())
-def _nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
-    nearest = kernels.nearest if triton else reference.nearest
-    return nearest(points, right, offset, origin)
+@op("nearest")
+def _nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], backend: str) -> Tensor:
+    found: Tensor = _backends.function("nearest", backend)(points, right, offset, origin)
+    return found
 
 
-@_nearest.register_fake
-def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], triton: bool) -> Tensor:
+@_nearest.fake
+def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], backend: str) -> Tensor:
     return points.new_empty((right.shape[0], points.shape[2]), dtype=torch.int64)
 
 
-@torch.library.custom_op("clusterattn::lloyd", mutates_args=())
-def _lloyd(points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, updates: int, triton: bool) -> Tensor:
-    lloyd = kernels.lloyd if triton else reference.lloyd
-    return lloyd(points, valid, None, centroids, alive, None, updates, False)
+@op("lloyd")
+def _lloyd(points: Tensor, valid: Tensor, centroids: Tensor, alive: Tensor, updates: int, backend: str) -> Tensor:
+    found: Tensor = _backends.function("lloyd", backend)(points, valid, None, centroids, alive, None, updates, False)
+    return found
 
 
-@_lloyd.register_fake
+@_lloyd.fake
 def _(points: Tensor, valid: Tensor, centroids: Tensor, *_: object) -> Tensor:
     return torch.empty_like(centroids, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("clusterattn::farthest", mutates_args=())
+@op("farthest")
 def _farthest(
-    points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool
+    points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, backend: str
 ) -> Tensor:
-    if triton:
-        return kernels.farthest(points, pool_at, clusters, form)
-    pool = reference.rows_at(points, pool_at).flatten(0, 1)
-    return reference.farthest(pool, (pool_at >= 0).flatten(0, 1), clusters, form, signs)
+    found: Tensor = _backends.function("farthest", backend)(points, pool_at, clusters, form, signs)
+    return found
 
 
-@_farthest.register_fake
-def _(points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, triton: bool) -> Tensor:
+@_farthest.fake
+def _(points: Tensor, pool_at: Tensor, clusters: int, form: Optional[Tensor], signs: bool, backend: str) -> Tensor:
     return points.new_empty((points.shape[0] * points.shape[1], clusters), dtype=torch.int64)
 
 
-@torch.library.custom_op("clusterattn::covariance", mutates_args=())
-def _covariance(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
-    return moments.covariance(k, keep, at) if triton else reference.covariance(k, keep, at)
+@op("covariance")
+def _covariance(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], backend: str) -> Tensor:
+    found: Tensor = _backends.function("covariance", backend)(k, keep, at)
+    return found
 
 
-@_covariance.register_fake
-def _(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], triton: bool) -> Tensor:
+@_covariance.fake
+def _(k: Tensor, keep: Optional[Tensor], at: Optional[Tensor], backend: str) -> Tensor:
     b, hk, _, d = k.shape
     return k.new_empty((b, hk, d, d), dtype=torch.promote_types(k.dtype, torch.float32))
 
 
-@torch.library.custom_op("clusterattn::means", mutates_args=())
+@op("means")
 def _means(
-    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, backend: str
 ) -> tuple[Tensor, Tensor]:
-    if triton and order is not None and first is not None:
-        return kernels.means(x, order, first)
-    return reference.means(x, member_of, clusters)
+    found: tuple[Tensor, Tensor] = _backends.function("means", backend)(x, member_of, order, first, clusters)
+    return found
 
 
-@_means.register_fake
+@_means.fake
 def _(
-    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, triton: bool
+    x: Tensor, member_of: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     b, h, _, d = x.shape
     return x.new_empty((b, h, clusters, d)), x.new_empty((b, h, clusters), dtype=torch.int64)
@@ -119,17 +120,19 @@ def _(
 
 def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[1])
-    ctx.backend = "triton" if inputs[5] else "reference"
+    ctx.backend = inputs[5]
     ctx.mark_non_differentiable(output[1])
 
 
-def _give_back_means(ctx: Any, d_means: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _give_back_means(ctx: Any, d_means: Tensor | None, _: None) -> Tensor | None:
+    if d_means is None:
+        return None
     member_of, counts = ctx.saved_tensors
     each = (wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype)
-    return broadcast(each, member_of, backend=ctx.backend), *[None] * 5
+    return broadcast(each, member_of, backend=ctx.backend)
 
 
-_means.register_autograd(_give_back_means, setup_context=_keep_members)
+_means.gradient(_give_back_means, _keep_members)
 
 
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
@@ -150,13 +153,14 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
-@torch.library.custom_op("clusterattn::codes", mutates_args=())
-def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
-    return kernels.codes(x, planes, thresholds)
+@op("codes")
+def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor], backend: str) -> Tensor:
+    found: Tensor = _backends.function("codes", backend)(x, planes, thresholds)
+    return found
 
 
-@_codes.register_fake
-def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor]) -> Tensor:
+@_codes.fake
+def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor], backend: str) -> Tensor:
     return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])), dtype=kernels.dtype_of_codes(x))
 
 
@@ -166,8 +170,9 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str 
     Kernels write rows of whole 16-byte words: some zeros follow the signs, and change no product. For fp32 they write
     fp16.
     """
-    if use_kernel("codes", backend, kernels.why_not(x)):
-        packed: Tensor = _codes(_four(x), planes, thresholds)
+    name = serving("codes", backend, x)
+    if name != REFERENCE:
+        packed: Tensor = _codes(_four(x), planes, thresholds, name)
         return packed.view(*x.shape[:-1], packed.shape[-1])
     projected = wide(x) @ planes.to(wide(x).dtype)
     if thresholds is not None:
@@ -188,7 +193,7 @@ def kmeans(
     lead = points.shape[:-2]
     right, offset, origin = _kmeans(
         _four(points), _flat(valid, lead, 1), _three(start_at, lead), _three(train_at, lead), _flat(form, lead, 2),
-        updates, signs, use_kernel("kmeans", backend, kernels.why_not(points)),
+        updates, signs, serving("kmeans", backend, points),
     )  # fmt: skip
     c, w = right.shape[1:]
     return Centres(right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w))
@@ -199,7 +204,7 @@ def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> 
     lead = points.shape[:-2]
     flat: Tensor = _nearest(
         _four(points), _flat(centres.right, lead, 2), _flat(centres.offset, lead, 1), _flat(centres.origin, lead, 2),
-        use_kernel("nearest", backend, kernels.why_not(points)),
+        serving("nearest", backend, points),
     )  # fmt: skip
     return flat.view(*lead, points.shape[-2])
 
@@ -217,7 +222,7 @@ def lloyd(
     lead = points.shape[:-2]
     flat: Tensor = _lloyd(
         _four(points), _flat(valid, lead, 1), _flat(centroids, lead, 2), _flat(alive, lead, 1), updates,
-        use_kernel("lloyd", backend, kernels.why_not(points)),
+        serving("lloyd", backend, points),
     )  # fmt: skip
     return flat.view(*lead, *centroids.shape[-2:])
 
@@ -229,10 +234,9 @@ def farthest(
     """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
     once the pool is used up."""
     lead = points.shape[:-2]
-    reason = "codes have whole distances and many ties: torch picks among them" if signs else kernels.why_not(points)
     best: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
-        use_kernel("farthest", backend if not signs else "reference", reason),
+        serving("farthest", REFERENCE if signs else backend, points),  # codes have many ties: torch picks among them
     )  # fmt: skip
     best = best.view(*lead, clusters)
     return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
@@ -246,9 +250,9 @@ def means(
     member_of -1: nobody's. 0 for an empty cluster. In the dtype of x: whoever compares a query with its centroid must
     see the centroid that attended.
     """
-    triton = use_kernel("means", backend, kernels.why_not(x) if members is not None else "the members are not sorted")
+    name = serving("means", backend, x, members)
     order, first = (members.order, members.first) if members is not None else (None, None)
-    found: tuple[Tensor, Tensor] = _means(x, member_of, order, first, clusters, triton)
+    found: tuple[Tensor, Tensor] = _means(x, member_of, order, first, clusters, name)
     return found
 
 
@@ -259,5 +263,5 @@ def covariance(
 
     at (b hk s): over the keys at these positions alone (-1: none); keep is not asked then.
     """
-    cov: Tensor = _covariance(k, keep, at, use_kernel("covariance", backend, kernels.why_not(k)))
+    cov: Tensor = _covariance(k, keep, at, serving("covariance", backend, k))
     return cov if heads == k.shape[1] else cov.repeat_interleave(heads // k.shape[1], 1)

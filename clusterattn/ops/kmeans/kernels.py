@@ -318,7 +318,11 @@ def member_sums(x: Tensor, order: Tensor, first: Tensor, dtype: torch.dtype, mea
     return out.view(b, h, c, d), total.view(b, h, c)
 
 
-def means(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+def why_not_means(x: Tensor, members: object) -> str | None:
+    return why_not(x) if members is not None else "the members are not sorted"
+
+
+def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     return member_sums(x, order, first, x.dtype, mean=True)
 
 
@@ -343,7 +347,7 @@ def _start(
     return centroids, alive, origin, w, offset
 
 
-def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None) -> Tensor:
+def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
     """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
     points, (b, h, p), d = rows(points), pool_at.shape, points.shape[3]
     centroids, _, _, w, offset = _start(points, pool_at, _dense(form), False)

@@ -118,7 +118,10 @@ def kmeans(
     return *_scorer(centroids, alive, form, signs), origin
 
 
-def means(x: Tensor, member_of: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+def means(
+    x: Tensor, member_of: Tensor, order: Tensor | None, first: Tensor | None, clusters: int
+) -> tuple[Tensor, Tensor]:
+    """The members' means and numbers; the reference does not need them sorted (order, first)."""
     b, h, n, d = x.shape
     total = sums(wide(x).reshape(b * h, n, d), member_of.reshape(b * h, n), clusters).view(b, h, clusters, d)
     bins = torch.where(member_of < 0, clusters, member_of)
@@ -139,9 +142,10 @@ def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
     return centred.mT @ centred / total
 
 
-def farthest(points: Tensor, valid: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Positions (lead c) of points that lie far apart: first the farthest from the mean, then always the point
-    farthest from all chosen ones. -1 once the valid points are used up."""
+def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
+    """Of the points (b h n w) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart: first
+    the farthest from the mean, then always the point farthest from all chosen ones. -1 once the pool is used up."""
+    points, valid = rows_at(points, pool_at).flatten(0, 1), (pool_at >= 0).flatten(0, 1)
     lead, n, w = points.shape
     held = wide(points).masked_fill(~valid.unsqueeze(-1), 0.0)
     total = held.sum(1, keepdim=True)

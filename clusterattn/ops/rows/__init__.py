@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._types import Members
-from .._jit import use_kernel, why_no_kernels
-from ..members import kernels as member_kernels
-from . import kernels as row_kernels
+from .. import _backends
+from .._backends import REFERENCE, serving
+from .._op import op
 
 
 def flat_index(at: Tensor, heads: int, length: int) -> Tensor:
@@ -28,90 +28,92 @@ def flat_index(at: Tensor, heads: int, length: int) -> Tensor:
     return at.clamp(min=0) + (sequence * length).view(b, h, *[1] * (at.dim() - 2))
 
 
-def _plain_take(x: Tensor, at: Tensor) -> Tensor:
+def plain_take(x: Tensor, at: Tensor) -> Tensor:
+    """The forward of take, for everybody."""
     rows = x.flatten(0, 2).index_select(0, flat_index(at, x.shape[1], x.shape[2]).reshape(-1))
     return rows.view(*at.shape, x.shape[-1])
 
 
-@torch.library.custom_op("clusterattn::take", mutates_args=())
-def _take(x: Tensor, at: Tensor) -> Tensor:
-    return _plain_take(x, at)
+@op("take")
+def _take(x: Tensor, at: Tensor, backend: str) -> Tensor:
+    rows: Tensor = _backends.function("take", backend)(x, at)
+    return rows
 
 
-@_take.register_fake
-def _(x: Tensor, at: Tensor) -> Tensor:
+@_take.fake
+def _(x: Tensor, at: Tensor, backend: str) -> Tensor:
     return x.new_empty((*at.shape, x.shape[-1]))
 
 
-@torch.library.custom_op("clusterattn::take_backward", mutates_args=())
-def _take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
-    from ..bucketed.kernels import gather_sum
-
-    (b, h), d = at.shape[:2], d_rows.shape[-1]
-    summed = gather_sum(at.reshape(b, h, 1, -1), length, d_rows.contiguous(), d).view(b, heads, h // heads, length, d)
-    return summed.float().sum(2).to(d_rows.dtype) if heads != h else summed.squeeze(2).clone()
+@op("take_backward")
+def _take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int, backend: str) -> Tensor:
+    found: Tensor = _backends.backward("take", backend)(d_rows, at, heads, length)
+    return found
 
 
-@_take_backward.register_fake
-def _(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
+@_take_backward.fake
+def _(d_rows: Tensor, at: Tensor, heads: int, length: int, backend: str) -> Tensor:
     return d_rows.new_empty((at.shape[0], heads, length, d_rows.shape[-1]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, at = inputs
+    x, at, backend = inputs
     ctx.save_for_backward(at)
-    ctx.shape = x.shape
+    ctx.settings = (*x.shape[1:3], backend)
 
 
-def _give_back(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-    return _take_backward(d_rows, ctx.saved_tensors[0], ctx.shape[1], ctx.shape[2]), None
+def _give_back(ctx: Any, d_rows: Tensor | None) -> Any:
+    return None if d_rows is None else _take_backward(d_rows, *ctx.saved_tensors, *ctx.settings)
 
 
-_take.register_autograd(_give_back, setup_context=_keep)
+_take.gradient(_give_back, _keep)
 
 
-@torch.library.custom_op("clusterattn::broadcast", mutates_args=())
-def _broadcast(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
-    return row_kernels.broadcast(rows, labels)
+@op("broadcast")
+def _broadcast(
+    rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], backend: str
+) -> Tensor:
+    shared: Tensor = _backends.function("broadcast", backend)(rows, labels)
+    return shared
 
 
-@_broadcast.register_fake
-def _(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor]) -> Tensor:
+@_broadcast.fake
+def _(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], backend: str) -> Tensor:
     return rows.new_empty((*labels.shape, rows.shape[-1]))
 
 
-@torch.library.custom_op("clusterattn::broadcast_backward", mutates_args=())
+@op("broadcast_backward")
 def _broadcast_backward(
-    d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int
+    d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, backend: str
 ) -> Tensor:
-    from ..kmeans.kernels import member_sums
-
-    b, h, n = labels.shape
-    if order is None or first is None:
-        order, first = member_kernels.by_label(labels.reshape(b * h, n), clusters)
-    return member_sums(d_rows, order, first, d_rows.dtype, mean=False)[0]
+    found: Tensor = _backends.backward("broadcast", backend)(d_rows, labels, order, first, clusters)
+    return found
 
 
-@_broadcast_backward.register_fake
-def _(d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int) -> Tensor:
+@_broadcast_backward.fake
+def _(
+    d_rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], clusters: int, backend: str
+) -> Tensor:
     return d_rows.new_empty((*labels.shape[:2], clusters, d_rows.shape[-1]))
 
 
 def _keep_labels(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-    ctx.clusters = inputs[0].shape[2]
+    ctx.save_for_backward(*inputs[1:4])
+    ctx.settings = (inputs[0].shape[2], inputs[4])
 
 
-def _give_back_broadcast(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
-    return _broadcast_backward(d_rows, *ctx.saved_tensors, ctx.clusters), None, None, None
+def _give_back_broadcast(ctx: Any, d_rows: Tensor | None) -> Any:
+    return None if d_rows is None else _broadcast_backward(d_rows, *ctx.saved_tensors, *ctx.settings)
 
 
-_broadcast.register_autograd(_give_back_broadcast, setup_context=_keep_labels)
+_broadcast.gradient(_give_back_broadcast, _keep_labels)
 
 
 def take(x: Tensor, at: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows ``x[b, h, at[b, h, ...]]`` of x (b hk m d): (b h ... d). -1 takes any row: nobody may read it."""
-    return _take(x, at) if use_kernel("take", backend, why_no_kernels(x)) else _plain_take(x, at)
+    name = serving("take", backend, x)
+    rows: Tensor = plain_take(x, at) if name == REFERENCE else _take(x, at, name)
+    return rows
 
 
 def broadcast(
@@ -123,10 +125,11 @@ def broadcast(
     """
     number = per_cluster.dim() == 3
     rows = per_cluster.unsqueeze(-1) if number else per_cluster
-    if use_kernel("broadcast", backend, why_no_kernels(rows)):
+    name = serving("broadcast", backend, rows)
+    if name != REFERENCE:
         order, first = (members.order, members.first) if members is not None else (None, None)
-        shared: Tensor = _broadcast(rows, labels, order, first)
+        shared: Tensor = _broadcast(rows, labels, order, first, name)
     else:
         rows = F.pad(rows, (0, 0, 0, 1))  # one more row for those without a cluster
-        shared = _plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))
+        shared = plain_take(rows, torch.where(labels < 0, rows.shape[2] - 1, labels))
     return shared.squeeze(-1) if number else shared

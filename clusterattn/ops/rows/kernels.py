@@ -7,6 +7,9 @@ from torch import Tensor
 
 from .._jit import jit, power, tl
 from .._jit import triton as _triton
+from ..bucketed.lists import gather_sum
+from ..kmeans.kernels import member_sums
+from ..members.kernels import by_label
 
 
 @jit
@@ -31,3 +34,17 @@ def broadcast(rows: Tensor, labels: Tensor) -> Tensor:
     tile = max(32, min(1024, 8192 // wide))
     broadcast_fwd_kernel[(_triton.cdiv(n, tile), b * h)](rows, labels, out, n, c, x, BN=tile, BX=wide, num_warps=4)
     return out
+
+
+def broadcast_backward(
+    d_rows: Tensor, labels: Tensor, order: Tensor | None, first: Tensor | None, clusters: int
+) -> Tensor:
+    if order is None or first is None:
+        order, first = by_label(labels.flatten(0, 1), clusters)
+    return member_sums(d_rows, order, first, d_rows.dtype, mean=False)[0]
+
+
+def take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
+    (b, h), d = at.shape[:2], d_rows.shape[-1]
+    summed = gather_sum(at.reshape(b, h, 1, -1), length, d_rows.contiguous(), d).view(b, heads, h // heads, length, d)
+    return summed.float().sum(2).to(d_rows.dtype) if heads != h else summed.squeeze(2).clone()

@@ -1,0 +1,171 @@
+"""Each query attends to the few keys of its own cluster: near keys as they are, far parts as one virtual key each.
+
+Queries of one cluster fill tiles; a tile sits with its cluster's keys. With a slope M the values of the far keys move
+with the query, out += scale * w_far(q) * (q - c) M: to the weights this is one more term in the value of every far key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import tables
+from .._chunks import budget, spans, wide
+from ..merge import NEVER
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a cluster offers its queries: t near keys, then the far parts, each with a value and a bias."""
+
+    keys: Tensor  # (b h c t+p d)
+    values: Tensor  # (b h c t+p e)
+    bias: Tensor  # (b h c t+p): added to the logits; -inf where there is no key
+    near: int  # t: those behind it are far
+    slope: Tensor | None  # (b h blocks d e)
+    c: Tensor | None  # (b h c d): the centroids from which the slope is taken
+    per: int  # clusters of one block; 0: there is one block
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A few tiles: whole heads, or a part of one."""
+
+    heads: slice  # of (b h)
+    rows: Tensor  # (g s) into (b h n), any row for an empty seat
+    real: Tensor  # (g s)
+    cluster: Tensor  # (g) into (b h c)
+    x: Tensor  # (g s d)
+    keys: Tensor  # (g t d)
+    values: Tensor  # (g t e)
+    logits: Tensor  # (g s t), -inf where unseen
+
+
+def _tile(n: int, clusters: int) -> int:
+    """Seats of a tile: about half a cluster, so that few stay empty."""
+    return max(8, min(128, 1 << max(n // (2 * max(clusters, 1)), 1).bit_length()))
+
+
+def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[Piece]:
+    (b, h, n, d), (c, t) = q.shape, offer.keys.shape[2:4]
+    seats = _tile(n, c)
+    table, first = tables.tiles(labels, c, seats)
+    if q.device.type == "cpu":  # how many tiles are used is known here without waiting: the spare ones go
+        table = table[:, :, : max(1, int(first[..., -1].max()))]
+    lead, g = b * h, table.shape[2]
+    head = torch.arange(lead, device=q.device).view(lead, 1)
+    cluster = tables.family_of(first, g).view(lead, g) + head * c
+    table = table.view(lead, g, seats)
+    rows = table.clamp(min=0) + head.unsqueeze(-1) * n
+    x_rows, keys, values = q.reshape(-1, d), offer.keys.flatten(0, 2), offer.values.flatten(0, 2)
+    bias = offer.bias.flatten(0, 2)
+    most = max(1, budget(q) // (seats * max(t, d) + t * d))
+    for heads in spans(lead, most // g):
+        for tiles in spans(g, g if heads.stop - heads.start > 1 else most):
+            mine, theirs = rows[heads, tiles].flatten(0, 1), cluster[heads, tiles].flatten()
+            real = (table[heads, tiles] >= 0).flatten(0, 1)
+            x = wide(x_rows.index_select(0, mine.flatten())).view(*mine.shape, d)
+            k, v = wide(keys.index_select(0, theirs)), wide(values.index_select(0, theirs))
+            logits = torch.baddbmm(bias.index_select(0, theirs).unsqueeze(1), x, k.mT, alpha=scale)
+            yield Piece(heads, mine, real, theirs, x, k, v, logits)
+
+
+def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
+    """scale (q - c) M and q - c of a piece: (g s e), (g s d)."""
+    assert offer.slope is not None
+    assert offer.c is not None
+    apart = p.x - wide(offer.c).flatten(0, 2).index_select(0, p.cluster).unsqueeze(1)
+    return _times(apart, p, offer.slope, offer, scale), apart
+
+
+def _times(x: Tensor, p: Piece, slope: Tensor, offer: Offer, scale: float) -> Tensor:
+    """x (g s d) times the slope (b h blocks d e) of its head, or of its cluster's block."""
+    heads, (d, e) = p.heads.stop - p.heads.start, slope.shape[-2:]
+    if slope.shape[2] == 1:
+        return (x.reshape(heads, -1, d) @ slope.flatten(0, 2)[p.heads]).view(*x.shape[:2], e) * scale
+    return torch.bmm(x, slope.flatten(0, 2).index_select(0, _block(p, offer))) * scale
+
+
+def _block(p: Piece, offer: Offer) -> Tensor:
+    """The block of each tile's cluster, counted over all heads: (g)."""
+    clusters = offer.keys.shape[2]
+    blocks = -(-clusters // offer.per)
+    return p.cluster // clusters * blocks + p.cluster % clusters // offer.per
+
+
+def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
+    (b, h, n, _), e = q.shape, offer.values.shape[-1]
+    acc = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(b * h * n + 1, e, dtype=acc, device=q.device)  # one more row for empty seats
+    lse = torch.full((b * h * n + 1,), NEVER, dtype=acc, device=q.device)
+    for p in _pieces(q, labels, offer, scale):
+        highest = p.logits.amax(-1, keepdim=True)
+        weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
+        total = weights.sum(-1, keepdim=True)
+        weights.div_(torch.where(total > 0, total, 1.0))
+        answer = torch.bmm(weights, p.values)
+        if offer.slope is not None:
+            far = weights[..., offer.near :].sum(-1, keepdim=True)
+            answer += far * _moved(p, offer, scale)[0]
+        rows = torch.where(p.real, p.rows, b * h * n).flatten()
+        out[rows] = answer.view(-1, e)
+        lse[rows] = (total.log_() + highest).view(-1)
+    return out[:-1].view(b, h, n, e), lse[:-1].view(b, h, n)
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, labels: Tensor, offer: Offer, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, the centroids, keys, values, bias and slope."""
+    (b, h, n, d), e, acc = q.shape, out.shape[-1], lse.dtype
+    delta = (d_out * out).sum(-1)
+    delta = (delta if d_lse is None else delta - d_lse).reshape(-1)
+    flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
+    d_rows = d_out.reshape(-1, e)
+    dq = torch.zeros(b * h * n + 1, d, dtype=acc, device=q.device)
+    d_keys, d_values, d_bias = (
+        torch.zeros(x.shape, dtype=acc, device=q.device).flatten(0, 2) for x in (offer.keys, offer.values, offer.bias)
+    )
+    d_slope = d_c = None
+    if offer.slope is not None and offer.c is not None:
+        d_slope = torch.zeros(offer.slope.shape, dtype=acc, device=q.device).flatten(0, 2)
+        d_c = torch.zeros(offer.c.shape, dtype=acc, device=q.device).flatten(0, 2)
+    for p in _pieces(q, labels, offer, scale):
+        real = p.real.unsqueeze(-1)
+        dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
+        weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).exp_().mul_(real)
+        ds = torch.bmm(dy, p.values.mT)
+        d_apart = None
+        if offer.slope is not None and d_slope is not None and d_c is not None:
+            moved, apart = _moved(p, offer, scale)
+            far = weights[..., offer.near :].sum(-1, keepdim=True)
+            ds[..., offer.near :] += (dy * moved).sum(-1, keepdim=True)
+            pulled = dy * (far * scale)
+            d_apart = _times(dy * far, p, offer.slope.mT, offer, scale)
+            _add_outer(d_slope, apart, pulled, p, offer)
+            d_c.index_add_(0, p.cluster, d_apart.sum(1), alpha=-1)
+        ds = ds.sub_((delta[p.rows].unsqueeze(-1)) * real).mul_(weights)
+        d_values.index_add_(0, p.cluster, torch.bmm(weights.mT, dy))
+        d_bias.index_add_(0, p.cluster, ds.sum(1))
+        ds.mul_(scale)
+        d_keys.index_add_(0, p.cluster, torch.bmm(ds.mT, p.x))
+        mine = torch.bmm(ds, p.keys)
+        rows = torch.where(p.real, p.rows, b * h * n).flatten()
+        dq[rows] = (mine if d_apart is None else mine + d_apart).view(-1, d)
+    return (
+        dq[:-1].view(b, h, n, d), None if d_c is None else d_c.view_as(offer.c), d_keys.view(offer.keys.shape),
+        d_values.view(offer.values.shape), d_bias.view(offer.bias.shape),
+        None if d_slope is None else d_slope.view_as(offer.slope),
+    )  # fmt: skip
+
+
+def _add_outer(d_slope: Tensor, apart: Tensor, pulled: Tensor, p: Piece, offer: Offer) -> None:
+    """d_slope (b h blocks) d e += (q - c)^T pulled, for each tile in its place."""
+    heads, (d, e) = p.heads.stop - p.heads.start, d_slope.shape[1:]
+    if not offer.per:
+        d_slope[p.heads] += apart.reshape(heads, -1, d).mT @ pulled.reshape(heads, -1, e)
+    else:
+        d_slope.index_add_(0, _block(p, offer), torch.bmm(apart.mT, pulled))

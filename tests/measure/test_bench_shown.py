@@ -1,0 +1,274 @@
+"""What a race leaves behind: one table, a picture, the verdict on the bars, and rows that a later run goes on from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from bench_rows import a_row, a_run, script, without
+
+from clusterattn._rows import Row, append
+from clusterattn.measure import bench as bench_module
+from clusterattn.measure import read
+from clusterattn.measure.bench import PASSES
+from clusterattn.measure.race import Race
+from clusterattn.measure.speed_table import HEAD, as_text, cells, joined, microseconds
+
+# ---------------------------------------------------------------- table
+
+
+def test_one_line_for_both_passes() -> None:
+    lines = joined(a_run())
+    assert len(lines) == 3 * 4
+    first = dict(zip(HEAD, cells(lines[1]), strict=True))
+    assert first["method"] == "clustered:steps=2"
+    assert (first["heads"], first["N"], first["batch"]) == ("6×64", "1 024", "32")
+    assert (first["forward µs"], first["forward+backward µs"]) == ("180", "630")
+    assert first["× floor"] == "7.5"
+    assert first["error"] == "0.0123"
+    assert first["memory"] == "1.25"
+    assert cells(lines[1]).count("0.69") == 2  # the ratios
+
+
+def test_a_wrong_kernel_is_in_the_table_without_a_time() -> None:
+    text = as_text(a_run())
+    (line,) = (line for line in text.splitlines() if line.startswith("refined") and " 32 768 " in line)
+    assert "wrong" in line
+    assert line.split().count("–") == 3  # eager, ratio, memory
+    assert "dq is off by 0.3 where the reference allows 0.1; not timed" in text
+    widths = {len(line) for line in text.splitlines()[:2]}
+    assert len(widths) == 1
+
+
+def test_what_was_not_captured_says_so() -> None:
+    text = as_text([a_row("local", 1024, "forward", 1e-3, why_eager="RuntimeError: it waits")])
+    assert "~1 000" in text
+    assert "not captured in a graph (RuntimeError: it waits)" in text
+
+
+def test_microseconds() -> None:
+    assert [microseconds(x) for x in (1.234e-6, 24e-6, 180.4e-6, 0.05557)] == ["1.23", "24", "180", "55 570"]
+
+
+# ---------------------------------------------------------------- picture
+
+
+def test_crossings_lie_where_the_lines_meet() -> None:
+    plots = pytest.importorskip("clusterattn.measure.plots_speed")
+    exact = {1024: 1.0, 4096: 4.0}
+    assert plots.crossing({1024: 2.0, 4096: 2.0}, exact) == (pytest.approx(2048), True)
+    assert plots.crossing({1024: 1.0, 4096: 1.0}, exact) == (pytest.approx(1024), True)
+    assert plots.crossing({1024: 0.5, 4096: 0.5}, exact) == (1024, False)
+    assert plots.crossing({1024: 5.0, 4096: 5.0}, exact) is None
+    assert plots.crossing({1024: 0.5, 4096: 5.0}, exact) is None, "ahead once is not ahead from there on"
+    assert plots.crossing({512: 0.5}, exact) is None
+    assert plots._between(exact, 2048) == pytest.approx(2)
+
+
+def test_curves_leave_out_what_failed_and_take_the_newest() -> None:
+    plots = pytest.importorskip("clusterattn.measure.plots_speed")
+    rows = [*a_run(), a_row("refined", 1024, "forward", 64e-6)]
+    forward, both = (plots.curves(rows, which) for which in PASSES)
+    assert forward["refined"][1024] == pytest.approx(64e-6 / 32768)
+    assert list(both["refined"]) == [1024, 2048, 8192]
+    failed_since = {**a_row("refined", 1024, "forward", 1.0), "failed": "wrong: out"}
+    assert 1024 not in plots.curves([*rows, failed_since], "forward")["refined"]
+
+
+def test_the_picture_of_the_crossings() -> None:
+    pytest.importorskip("matplotlib")
+    from clusterattn.measure.plots_speed import crossings
+
+    assert crossings(a_run()).startswith(b"\x89PNG")
+    assert crossings([a_row("refined", 1024, "forward", 1e-3)]).startswith(b"\x89PNG")  # no peer, one pass
+
+
+# ---------------------------------------------------------------- benchmarks/gpu.py
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    return script("gpu")
+
+
+def test_the_plan_holds_the_bars_the_most_important_first(gpu: ModuleType) -> None:
+    plan = gpu.plan()
+    assert len({entry.name for entry in plan}) == len(plan)
+    assert [(entry.heads, entry.n) for entry in plan[:4]] == [((6, 64), n) for n in (32768, 32768, 32768, 8192)]
+    order = [entry.name.split()[0] for entry in plan if entry.bars]
+    assert order == sorted(order, key=["6x64", "32x128"].index)
+    bars = {entry.name: tuple(entry.bars.values()) for entry in plan if entry.bars}
+    assert bars[f"6x64 N=131072 {gpu.CLUSTERED}"] == (80, 80)
+    assert bars[f"32x128 N=2048 {gpu.SHORT_REFINED}"] == (1, 1)
+    assert bars["6x64 N=32768 improved"] == (9, 9)
+    assert bars["32x128 N=32768 smyrf"] == (8, 6)
+    assert bars["6x64 N=4096 reformer:chunk=64"] == (1, None)
+    assert {entry.shape[0] * entry.n for entry in plan if entry.n <= 32768} == {32768}
+    million = [entry for entry in plan if entry.n == 2**20]
+    assert {entry.method.name for entry in million} == {"clustered", "refined"}
+    assert all(entry.passes == PASSES[1:] and not entry.peer for entry in million)
+
+
+def test_the_quick_groupings_are_no_worse_than_the_papers_recipe(gpu: ModuleType) -> None:
+    pytest.importorskip("safetensors")
+    for method, (ours, paper) in gpu.sample_errors().items():
+        assert ours <= paper, method
+
+
+def test_bars_are_judged(gpu: ModuleType) -> None:
+    entry = next(entry for entry in gpu.plan() if entry.name == f"6x64 N=32768 {gpu.CLUSTERED}")
+    forward = a_row(str(entry.method), 32768, PASSES[0], 100e-6, speedup=34.4)
+    row = gpu.judged(forward, entry, (0.5, 0.6))
+    assert row["met"] is True
+    assert [(bar["what"], bar["met"]) for bar in row["bars"]] == [
+        ("speed", True),
+        ("floor", True),
+        ("sample error", True),
+    ]
+    slow = gpu.judged({**forward, "speedup": 19.9, "floor_ratio": 5.1, "pass": PASSES[0]}, entry, (0.7, 0.6))
+    assert slow["met"] is False
+    assert not any(bar["met"] for bar in slow["bars"])
+    both = gpu.judged({**forward, "pass": PASSES[1], "memory_of_size": 1.6}, entry, None)
+    assert [(bar["what"], bar["met"]) for bar in both["bars"]] == [("speed", True), ("memory", False)]
+    failed = gpu.judged({**without(forward, "speedup", "floor_ratio"), "failed": "wrong: out"}, entry, None)
+    assert failed["met"] is False
+    said = gpu.verdict([row, both, failed])
+    assert said[-1] == "1 bars met, 3 missed"  # the failed row stands in for the first
+    assert "MISSED" in said[0]
+    assert any("nothing" in line and "wrong: out" in line for line in said)
+
+
+def test_what_is_there_is_not_measured_again(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "hardware", lambda device: "a GPU")
+    entry = next(entry for entry in gpu.plan() if entry.name == f"6x64 N=8192 {gpu.REFINED}")
+    done = a_row(str(entry.method), 8192, PASSES[0], 1e-4)
+    append(tmp_path / "gpu-bars_a_2026.jsonl", done)
+
+    def left(commit: str, since: str = "") -> list[tuple[str, ...]]:
+        rows = gpu.earlier([tmp_path], "gpu-bars", "cuda", commit, since)
+        return [each.passes for each in gpu.remaining([entry], rows)]
+
+    assert left("abc") == [PASSES[1:]]
+    assert left("another") == [PASSES]
+    assert left("abc", since="2026-02-02") == [PASSES]
+    append(tmp_path / "gpu-bars_a_2026.jsonl", {**done, "pass": PASSES[1], "failed": "wrong: out"})
+    assert left("abc") == []
+
+
+def test_a_rehearsal_goes_through_every_step_and_can_go_on(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--device", "cpu", "--quick", "--commit", "abc", "--out", str(tmp_path)]
+    assert gpu.run(gpu.arguments([*words, "--only", "N=64", "clustered"])) == 0
+    (path,) = tmp_path.glob("gpu-rehearsal_*.jsonl")
+    rows = read(path)
+    assert len(rows) == 2 * (1 + 2)  # exact, ours and the paper's recipe, two passes
+    assert {row["environment"]["commit"] for row in rows} == {"abc"}
+    assert not any(row.get("bars") or row.get("failed") for row in rows)
+    shown = capsys.readouterr().out
+    assert "2 entries, 2 to measure" in shown
+    assert "0 bars met, 0 missed" in shown
+    assert gpu.run(gpu.arguments([*words, "--only", "N=64", "clustered"])) == 0
+    assert read(path) == rows
+    assert "2 entries, 0 to measure" in capsys.readouterr().out
+    assert gpu.run(gpu.arguments([*words, "--only", "N=2048", "clustered"])) == 0  # the million tokens, in small
+    assert "speedup" not in read(path)[-1]
+    gpu.run(gpu.arguments([*words, "--minutes", "-1", "--only", "N=32"]))
+    assert "minutes are over" in capsys.readouterr().out
+
+
+def test_the_device_of_a_lost_context_is_taken_up_by_a_new_process(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(Exception):
+        pass
+
+    def gone(program: str, words: list[str]) -> None:
+        raise Gone(words)
+
+    monkeypatch.setattr(gpu.os, "execv", gone)
+    monkeypatch.setattr(Race, "alive", lambda self: False)
+    words = ["--device", "cpu", "--quick", "--commit", "abc", "--out", str(tmp_path), "--only", "N=64", "--again"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    with pytest.raises(Gone) as left:
+        gpu.main()
+    (asked,) = left.value.args
+    assert "--again" not in asked
+    again = gpu.arguments(asked[2:])
+    rows = gpu.earlier([tmp_path], "gpu-rehearsal", "cpu", "abc", again.since)
+    assert len(rows) == 4, "what the lost process measured counts as done"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "cpu", "--commit", "abc"], "wanted a GPU"),
+        (["--quick", "--device", "cpu"], "try --commit ID"),
+    ],
+)
+def test_bad_words_are_refused(
+    words: list[str], said: str, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "commit", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        gpu.arguments(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the README and the command
+
+
+def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    tables = script("readme_tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "CROSSINGS", tables.ROOT / "docs" / "img" / "crossings.png")
+    rehearsal = [{**row, "theme": "gpu-rehearsal"} for row in a_run()]
+    append(tmp_path / "gpu-rehearsal.jsonl", *rehearsal)
+    assert tables.gpu_table() == tables.gpu_figures() == tables.NOT_YET
+    older = a_row("local", 1024, "forward", 1.0, speedup=0.1)
+    older["environment"] = {**older["environment"], "commit": "old", "date": "2025-01-01"}
+    append(tmp_path / "gpu-bars.jsonl", older, *a_run())
+    shown = tables.gpu_table()
+    assert "0.69×† / 0.69×†" in shown
+    assert "**19.11×** / **19.11×**" in shown
+    assert "**9.56×** / wrong" in shown
+    assert "(docs/img/crossings.png)" in shown
+    assert "local" not in shown
+    figures = tables.gpu_figures()
+    assert figures.count("\n| `") == 12
+    assert "- refined, 6×64, N = 32 768, forward+backward: wrong: dq is off by 0.3" in figures
+    monkeypatch.setattr(tables, "CROSSINGS", tmp_path / "crossings.png")
+    tables.draw()
+    assert (tmp_path / "crossings.png").stat().st_size < 150_000
+
+
+def test_the_command_prints_one_table_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    from clusterattn import _rows as files
+    from clusterattn import cli
+
+    asked: dict[str, Any] = {}
+
+    def fake(methods: Any, **options: Any) -> list[Row]:
+        asked.update(options)
+        return a_run()
+
+    monkeypatch.setattr(bench_module, "bench", fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(files, "hardware", lambda device="cpu": "a GPU")
+    shown = CliRunner().invoke(cli.build(), ["bench", "--device", "cuda", "--out", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert asked["batch"] is None
+    assert asked["dtype"] == torch.bfloat16
+    assert shown.stdout.startswith(as_text(a_run()))
+    (rows,) = tmp_path.glob("bench_a-gpu_*.jsonl")
+    assert rows.with_suffix(".png").exists()

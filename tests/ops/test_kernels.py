@@ -1,0 +1,180 @@
+"""The Triton kernels against their references, with the groups given: on a GPU for real, elsewhere interpreted.
+
+conftest.py sets TRITON_INTERPRET=1 where there is no GPU. The interpreter knows no bf16: fp16 stands in for it there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clusterattn as ca
+from clusterattn.ops import draw
+from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+# (b h hk n m d e): grouped heads, odd lengths, key and value dimensions that are no power of two
+SELF = (1, 2, 1, 70, 70, 16, 24)
+CROSS = (2, 2, 2, 37, 83, 20, 12)
+SPECS = [
+    "clustered:clusters=6,block=32,bits=15,steps=2",
+    "improved:clusters=6,top=5,block=32,bits=15,steps=2",
+    "improved:clusters=6,top=5,block=32,bits=15,steps=2,mass=softmax",
+    "refined:clusters=6,top=5,block=32",
+    "refined:clusters=20,top=33,block=32",
+    "smyrf:q_seats=16,k_seats=16,rounds=2",
+    "smyrf:q_seats=16,k_seats=16,rounds=2,dedup=true",
+    "local:window=9",
+]
+SELF_ONLY = ["reformer:chunk=16,rounds=2", "clusterformer:clusters=4", "clusterformer:clusters=4,scope=shared"]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    b, h, hk, n, m, d, e = shape
+    draw = torch.Generator().manual_seed(7)
+    sizes = ((b, h, n, d), (b, hk, m, d), (b, hk, m, e), (b, h, n, e))
+    q, k, v, d_out = (torch.randn(size, generator=draw).to(DEVICE, dtype) for size in sizes)
+    keep = torch.ones(b, m, dtype=torch.bool, device=DEVICE)
+    keep[0, m - 9 :] = False
+    return [q, k, v], keep, d_out
+
+
+def answers(spec: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> dict[str, list[torch.Tensor]]:
+    """out, lse and gradients: by kernels (twice), by the reference in the same dtype, and by the reference in fp64."""
+    x, keep, d_out = inputs(shape, dtype)
+    options = {"method": spec, "key_mask": keep, "causal": causal}
+    groups = ca.groups(x[0], x[1], backend="reference", **options)
+    found = {}
+    runs = {"kernel": (dtype, "triton"), "again": (dtype, "triton"), "plain": (dtype, "reference")}
+    for name, (kind, backend) in {**runs, "exact": (torch.float64, "reference")}.items():
+        mine = [t.to(kind).requires_grad_() for t in x]
+        out, lse = ca.attention(*mine, groups=groups, return_lse=True, backend=backend, **options)
+        total = (out * d_out.to(kind)).sum() + torch.where(lse.isfinite(), lse, 0.0).sum()
+        gradients = torch.autograd.grad(total, mine, allow_unused=True)
+        found[name] = [out, lse, *(g for g in gradients if g is not None)]
+    return found
+
+
+def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    assert torch.equal(got.isfinite(), exact.isfinite())
+    return float((got.double() - exact).detach()[exact.isfinite()].abs().max())
+
+
+CASES = [(spec, shape, causal) for spec in SPECS for shape in (SELF, CROSS) for causal in (False, True)]
+CASES += [(spec, SELF, causal) for spec in SELF_ONLY for causal in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(
+    ("spec", "shape", "causal"), CASES, ids=[f"{s}-n{x[3]}-{'causal' if c else 'all'}" for s, x, c in CASES]
+)
+def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    found = answers(spec, shape, dtype, causal)
+    rounding = torch.finfo(dtype).eps
+    for place, (kernel, again, plain, exact) in enumerate(zip(*found.values(), strict=True)):
+        assert torch.equal(kernel, again), "the same inputs give the same bits"
+        factor, least = (2 if place < 2 else 3), 8 * rounding * float(exact.detach()[exact.isfinite()].abs().max())
+        assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
+
+
+@pytest.mark.parametrize("start", ["random", "far"])
+@pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
+def test_groups_are_equally_good(metric: str, start: str) -> None:
+    """k-means by kernels: nearly every label equal; a different one is a tie within rounding."""
+    (q, k, _), keep, _ = inputs((1, 2, 2, 90, 90, 16, 16), torch.float32)
+    method = ca.Clustered(clusters=7, metric=metric, start=start, steps=3, bits=15)
+    one, two = (ca.groups(q, k, method=method, key_mask=keep, backend=backend) for backend in ("reference", "triton"))
+    assert (one.labels == two.labels).float().mean() > 0.98
+    assert torch.allclose(one.means, two.means, atol=0.2)
+
+
+def test_opcheck_with_kernels() -> None:
+    """The ops as kernels serve them; take and broadcast are served by nothing else (see test_compile.py)."""
+    ops = torch.ops.clusterattn
+    (q, k, v), keep, _ = inputs((1, 2, 1, 12, 14, 16, 16), torch.float32)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    at = torch.tensor([[[0, 3, 3], [5, -1, 0]]], device=DEVICE)
+    queries = torch.arange(12, device=DEVICE).view(1, 1, 2, 6).expand(1, 2, 2, 6)
+    keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
+    seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0), "triton")
+    labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
+    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, "triton")
+    for op, args in (
+        (ops.take, (k, at, "triton")),
+        (ops.members, (labels, 3, "triton")),
+        (ops.broadcast, (c, labels, None, None, "triton")),
+        (ops.broadcast, (c, labels, order, first, "triton")),
+        (ops.means, (q, labels, order, first, 3, "triton")),
+        (ops.codes, (q.detach(), k[0, 0].detach().mT.contiguous(), None, "triton")),
+        (ops.farthest, (q.detach(), at, 2, None, False, "triton")),
+        (ops.kmeans, (q.detach(), None, at, None, None, 1, False, "triton")),
+        (ops.covariance, (k.detach(), keep, None, "triton")),
+        (ops.covariance, (k.detach(), None, at[:, :1], "triton")),
+        (ops.coarse, (q, k, v, keep, 0.25, 3, True, 0, 0, 0, True)),
+        (ops.coarse, (q, k, v, None, 0.25, 3, False, 6, 4, 4, True)),
+        (ops.near_and_far, (q, c, k, v, keep, order, first, 0.25, 3, 0, 0, 0, 1, False)),
+        (ops.near_and_far, (q, c, k, v, None, order, first, 0.25, 3, 0, 0, 0, 2, True)),
+        (ops.bucketed, (q, k, v, *seating)),
+    ):
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150)])
+def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
+    labels = torch.randint(-1, clusters, (1, 3, n), generator=torch.Generator().manual_seed(n)).to(DEVICE)
+    order, first = torch.ops.clusterattn.members(labels, clusters, "triton")
+    home = torch.where(labels[0] < 0, clusters, labels[0])
+    assert torch.equal(order.long(), home.argsort(dim=-1, stable=True))
+    counts = torch.stack([torch.bincount(one, minlength=clusters + 1) for one in home])
+    assert torch.equal(first[:, 1:].long(), counts.cumsum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(("m", "top"), [(83, 5), (83, 83), (1400, 32), (2100, 3)])
+def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
+    """As a whole row and by groups: every chosen key scores at least as high as every other, within rounding."""
+    draw = torch.Generator().manual_seed(m)
+    c, k = (torch.randn(1, 2, n, 16, generator=draw).to(DEVICE, dtype) for n in (3, m))
+    near_at = torch.ops.clusterattn.coarse(c, k, k, None, 0.25, top, False, 0, 0, 0, True)[4]
+    scores = (c.double() @ k.double().mT) * 0.25
+    assert near_at.shape == (1, 2, 3, top)
+    assert torch.equal(near_at, near_at.unique_consecutive(dim=-1).sort(-1).values)  # all of them, each once
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, near_at, True)
+    worst = scores.masked_fill(~chosen, float("inf")).amin(-1)
+    best = scores.masked_fill(chosen, float("-inf")).amax(-1)
+    assert (worst >= best - 4 * torch.finfo(dtype).eps * scores.abs().amax()).all()
+
+
+def test_draws_are_the_same_on_every_device() -> None:
+    from clusterattn.ops.draw.kernels import bits, stratified, stratified_among
+
+    counter = torch.arange(500) * 7 + (5 << 32)
+    for seed, stream in ((0, 1), (1, 2), (123456789012345, 9)):
+        for told in ((seed, None), (0, torch.tensor(seed, device=DEVICE))):
+            mine = bits(counter.to(DEVICE), told[0], stream, told[1]).cpu()
+            assert torch.equal(mine, draw.bits(counter, seed, stream))
+            for n, most in ((1000, 37), (20, 37)):
+                mine = stratified(n, told[0], stream, most, torch.device(DEVICE), told[1]).cpu()
+                all_real = torch.ones(1, n, dtype=torch.bool)
+                assert torch.equal(mine, draw.stratified(counter, n, seed, stream, most))
+                assert torch.equal(mine, draw.stratified_among(all_real, seed, stream, most)[0])
+                assert torch.equal(
+                    mine, stratified_among(all_real.to(DEVICE), told[0], stream, most, None, told[1])[0].cpu()
+                )
+
+
+def test_triton_refuses_what_it_cannot_serve() -> None:
+    q = torch.randn(1, 1, 8, 4, dtype=torch.float64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"wanted .* got .*fp64.* try"):
+        ca.attention(q, q, q, method="smyrf", backend="triton")
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="only an interpreter could be taken by mistake")
+def test_auto_never_interprets() -> None:
+    from clusterattn.ops._jit import use_kernel
+
+    assert not use_kernel("coarse", "auto", None)

@@ -1,0 +1,177 @@
+"""Ops called eagerly, as plain functions or one autograd.Function, and as torch.library ops: the same arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import pytest
+import torch
+from laws import Case, over
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import clusterattn as ca
+from clusterattn.ops._op import op
+
+
+@op("test_product")
+def _product(x: Tensor, y: Tensor, factor: float, kind: str) -> tuple[Tensor, Tensor]:
+    return x @ y * factor, (x > 0).long()
+
+
+@_product.fake
+def _(x: Tensor, y: Tensor, factor: float, kind: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty((x.shape[0], y.shape[1])), torch.empty_like(x, dtype=torch.int64)
+
+
+@op("test_product_backward")
+def _product_backward(d_out: Tensor, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return d_out @ y.mT * factor, x.mT @ d_out * factor
+
+
+@_product_backward.fake
+def _(d_out: Tensor, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.factor = inputs[2]
+    ctx.mark_non_differentiable(output[1])
+
+
+SENT: list[Any] = []  # the gradients that the last backward was sent
+
+
+def _give_back(ctx: Any, *gradients: Tensor | None) -> Any:
+    SENT[:] = gradients
+    return () if gradients[0] is None else _product_backward(gradients[0], *ctx.saved_tensors, ctx.factor)
+
+
+_product.gradient(_give_back, _keep)
+_product.flops(lambda x, y, factor, kind: 2 * x[0] * x[1] * y[1])
+
+
+def leaves(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(size, generator=draw, dtype=dtype).requires_grad_() for size in ((3, 4), (4, 5)))
+    return x, y
+
+
+class Seen(TorchDispatchMode):
+    """The library's ops that came by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "clusterattn":
+            self.names.append(func._overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_eager_and_traced_are_the_same_bits() -> None:
+    x, y = leaves()
+    wanted = _product(x, y, 2.0, "any")[0]
+    gradients = torch.autograd.grad(wanted.sum(), (x, y))
+    with torch.no_grad():
+        assert torch.equal(_product(x, y, 2.0, "any")[0], wanted)
+    calls: list[Callable[..., Any]] = [
+        lambda x, y: torch.ops.clusterattn.test_product(x, y, 2.0, "any")[0],
+        torch.compile(lambda x, y: _product(x, y, 2.0, "any")[0], fullgraph=True, backend="aot_eager"),
+        lambda x, y: checkpoint(lambda *two: _product(*two, 2.0, "any")[0], x, y, use_reentrant=False),
+    ]
+    for call in calls:
+        out = call(x, y)
+        assert torch.equal(out, wanted)
+        for got, one in zip(torch.autograd.grad(out.sum(), (x, y)), gradients, strict=True):
+            assert torch.equal(got, one)
+    torch.library.opcheck(torch.ops.clusterattn.test_product, (x, y, 2.0, "any"))
+
+
+def test_whoever_watches_sees_one_operator() -> None:
+    x, y = leaves()
+    with Seen() as seen:
+        _product(x, y, 2.0, "any")[0].sum().backward()
+    assert seen.names == ["test_product", "test_product_backward"]
+    exported = torch.export.export(Product(), leaves()).graph.nodes
+    assert any(node.target is torch.ops.clusterattn.test_product.default for node in exported)
+    with FlopCounterMode(display=False) as counter:
+        _product(x, y, 2.0, "any")
+    assert counter.get_total_flops() == 2 * 3 * 4 * 5
+
+
+class Product(torch.nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = _product(x, y, 2.0, "any")[0]
+        return out
+
+
+def test_gradients_that_nobody_sent_are_none() -> None:
+    x, y = leaves()
+    out, _ = _product(x, y, 2.0, "any")
+    out.sum().backward()
+    assert SENT[0] is not None
+    assert SENT[1] is None
+
+
+def test_autocast_stays_outside() -> None:
+    x, y = leaves()
+    wanted = _product(x, y, 2.0, "any")[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for out in (_product(x, y, 2.0, "any")[0], torch.ops.clusterattn.test_product(x, y, 2.0, "any")[0]):
+            assert torch.equal(out, wanted)
+
+
+def test_what_has_no_derivative_says_so() -> None:
+    x, y = leaves()
+
+    def loss(x: Tensor) -> Tensor:
+        out: Tensor = _product(x, y.detach(), 2.0, "any")[0]
+        return out.square().sum()
+
+    with pytest.raises(NotImplementedError, match=r"wanted .*reverse mode.* got .*jvp.* try"):
+        torch.func.jvp(loss, (x.detach(),), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        loss(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+    (first,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"wanted first derivatives .* try"):
+        first.sum().backward()
+    assert torch.equal(torch.func.grad(loss)(x.detach()), first)
+
+
+@over(where=lambda case: "-" not in case.name and case.name not in ("exact", "exact-fp64"))
+def test_every_method_refuses_forward_mode_and_second_derivatives(case: Case) -> None:
+    x = laws.draw(case, dtype=torch.float32)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        out: Tensor = ca.attention(*tensors, method=case.method)
+        return out
+
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(attend, x.tensors, tuple(torch.ones_like(t) for t in x.tensors))
+    leaf = x.leaves()
+    loss = attend(*leaf.tensors).square().sum()
+    found = torch.autograd.grad(loss, leaf.tensors, create_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match=r"first derivatives|no autograd formula"):  # NotImplementedError is one too
+        sum(g.sum() for g in found if g is not None).backward()
+
+
+@over(where=lambda case: "-" not in case.name)
+def test_every_method_eager_and_watched_is_the_same_bits(case: Case) -> None:
+    x = laws.draw(case, dtype=torch.float32)
+    answers = []
+    for mode in (contextlib.nullcontext(), Seen()):
+        leaf = x.leaves()
+        with mode:
+            out = ca.attention(*leaf.tensors, method=case.method)
+            found = torch.autograd.grad(out.square().sum(), leaf.tensors, allow_unused=True)
+        answers.append((out, *(g for g in found if g is not None)))
+    for one, two in zip(*answers, strict=True):
+        assert torch.equal(one, two)
