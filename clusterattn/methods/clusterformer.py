@@ -45,8 +45,9 @@ class ClusterFormer(Method):
     assign       by the largest "share" (eq. 4), or to the centroid of largest "similarity"
     compare      losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
     spread       give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
-    trains       what gradients of the grouping reach: the "centroids" alone, the "map" W^C too (it is the modules'),
-                 or "all" of the model. Losses that reach the points make one of all: use "all" with an affinity
+    trains       what the losses train: the "centroids" alone, the "map" W^C too (in the modules, which own it: there no
+                 gradient of the grouping reaches the tokens), or "all" of the model. Losses that reach the points
+                 make them one
     affinity     a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
                  its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping
     straight     another: answers are multiplied by 1, whose gradient is that of the token's largest membership
@@ -98,6 +99,8 @@ class ClusterFormer(Method):
         valid = seated(q, call)
         real = valid.sum(-1)
         points = self._points(q, call, valid)
+        if self.trains == "centroids":
+            points = points.detach()
         centroids, alive = self._centroids(points, valid, call)
         alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
         labels = self._labels(alike, alive)  # (b g n), eq. 4
@@ -155,8 +158,6 @@ class ClusterFormer(Method):
             points = cut(points, g)
             if not _full(call):
                 points = torch.where(valid[:, None, :, None], points, 0.0)
-        if self.trains == "centroids":
-            points = points.detach()
         return spread_out(points, valid) if self.spread else points
 
     def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,11 @@ class ClusterFormerLosses(NamedTuple):
 
 
 class ClusterMap(nn.Linear):
-    """W^C: hidden states (b n embed_dim) as they are grouped. Unless the method trains "all", no gradient leaves it."""
+    """W^C: hidden states (b n embed_dim) as they are grouped. With ``trains="map"`` no gradient leaves it."""
 
     def __init__(self, embed_dim: int, method: ClusterFormer, **here: Any) -> None:
         super().__init__(embed_dim, embed_dim, bias=False, **here)
-        self.through = method.trains == "all"
+        self.through = method.trains != "map"
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ READINGS: dict[str, dict[str, Any]] = {
     PAPERS: _FIRST,
     "clusterformer-head": _HEAD,
     "clusterformer-off": _HEAD | {"mu": 0.0, "nu": 0.0},
-    "clusterformer-task": _HEAD | {"trains": "all", "affinity": 8.0, "sharpness": 5.0, "mu": 0.01, "nu": 0.01},
+    "clusterformer-task": _HEAD | {"affinity": 8.0, "sharpness": 5.0},
 }
 CHOSEN = "clusterformer-head"
 NEW = tuple(label for label in READINGS if label != PAPERS)
@@ -32,8 +32,8 @@ READINGS_NOTE = (
     "ClusterFormer is read in several ways, each with rows of its own: one grouping for all heads, with losses whose "
     "gradient reaches all of the model (the first reading, which collapses); one for each head, with losses that train "
     "the centroids alone (the one chosen); the same without losses; and one for each head that the task trains too, by "
-    "an affinity of 8 on the logits, which is not in the paper, with weights of 0.01. Cosine similarities; the losses' "
-    "weights, not told in the paper, are mu = nu = 0.1 elsewhere."
+    "an affinity of 8 on the logits, which is not in the paper. Cosine similarities; the losses' weights, of which the "
+    "paper says nothing, are mu = nu = 0.1."
 )
 
 

@@ -225,10 +225,17 @@ def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, causal: b
     close((out, lse), (logits.softmax(-1) @ v, logits.logsumexp(-1)))
 
 
-def test_affinity_trains_the_grouping() -> None:
-    model = encoder(affinity=3.0, mu=0.0, nu=0.0)
-    model(tokens())[0].sin().sum().backward()
+@pytest.mark.parametrize(("trains", "reaches_tokens"), [("centroids", True), ("map", False), ("all", True)])
+def test_affinity_trains_the_grouping_whatever_the_losses_train(trains: str, reaches_tokens: bool) -> None:
+    model = encoder(layers=1, affinity=3.0, mu=0.0, nu=0.0, trains=trains)
+    x = tokens().requires_grad_()
+    points: list[Tensor] = []
+    model.layers[0].cluster_proj.register_forward_hook(lambda module, given, found: points.append(found))
+    out = model(x)[0]
+    out.sin().sum().backward(inputs=[model.centroids, model.layers[0].cluster_proj.weight], retain_graph=True)
     assert float(model.centroids.grad.abs().sum()) > 0
+    assert float(model.layers[0].cluster_proj.weight.grad.abs().sum()) > 0
+    assert bool(torch.autograd.grad(points[0].sum(), x, allow_unused=True)[0] is not None) == reaches_tokens
 
 
 # ---- diagnosis --------------------------------------------------------------------------------------------------
