@@ -13,6 +13,7 @@ from clusterattn.methods import method as as_method
 from ._experiment import Cell, Table, apart, chosen, lead, spread
 from ._speech import ANSWERING, HISTORY, SpeechConfig, spec
 from .clustered_speech import (
+    DEV_LOSS,
     LOSS,
     Shown,
     pace,
@@ -140,16 +141,16 @@ class Figure7(Shown):
 
     def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         columns = ["trained with", "a third", "two thirds", "end"]
-        table = Table(
-            "Training loss on the way (nats per phone; ours)",
-            columns,
-            notes=["The paper shows curves without numbers."],
-        )
-        for name in config.trained:
-            lines = [row["history"] for row in self.with_history(rows, config, name)]
-            at = [[line[(len(line) - 1) * third // 3][LOSS] for line in lines] for third in (1, 2, 3)]
-            table.rows.append([name, *(spread(each, 3) for each in at)])
-        return [table]
+        tables = []
+        for place, which in ((LOSS, "Training"), (DEV_LOSS, "Validation")):
+            table = Table(f"{which} loss on the way (nats per phone; ours)", columns)
+            for name in config.trained:
+                lines = [row["history"] for row in self.with_history(rows, config, name)]
+                at = [[line[(len(line) - 1) * third // 3][place] for line in lines] for third in (1, 2, 3)]
+                table.rows.append([name, *(spread(each, 3) for each in at)])
+            tables.append(table)
+        tables[-1].notes = ["The paper shows curves without numbers."]
+        return tables
 
     def with_history(self, rows: Sequence[Row], config: SpeechConfig, name: str) -> list[Row]:
         return [row for row in rows if row.get("history") and row["trained"] == name and row["layers"] == config.layers]

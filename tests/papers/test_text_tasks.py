@@ -442,7 +442,7 @@ def test_a_small_set_is_trained_long_enough(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(_texts, "fit", noted)
     monkeypatch.setattr(_texts, "task_losses", lambda history, *_: [None] * len(history))
     context = Context(torch.device("cpu"), None, tmp_path)
-    long, short = _texts.Config(sets=(), epochs=10, dim=16), ClusterFormerTable4.scales["small"]
+    long, short = _texts.TextConfig(sets=(), epochs=10, dim=16), ClusterFormerTable4.scales["small"]
     for config, rows in ((long, reviews(60)), (long, reviews(6400)), (short, reviews(6400))):
         row = trained(Classify({"train": rows, "test": rows[:2]}), "exact", config, 0, context)
     first, second, third = told

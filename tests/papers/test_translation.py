@@ -44,7 +44,8 @@ def test_decoder_answers_and_learns(method: str) -> None:
     assert out.shape == y.shape
     assert auxiliary.shape == ()
     (out.square().mean() + auxiliary).backward()
-    assert all(each.grad is not None for name, each in decoder.named_parameters())
+    left = [name for name, each in decoder.named_parameters() if each.grad is None]
+    assert all("cluster_proj" in name for name in left)  # ClusterFormer's losses train its centroids alone
     assert (auxiliary != 0) == method.startswith(("clusterformer", "routing"))
 
 
