@@ -1,7 +1,8 @@
-"""Rows on the embedded sample: every method at one budget, and one setting at a time.
+"""Rows on the embedded samples: every method at one budget, and, on the short one, one setting at a time.
 
-    python benchmarks/sample.py              both parts, some seconds
-    python benchmarks/sample.py --only compare
+    python benchmarks/sample.py                     everything, some minutes
+    python benchmarks/sample.py --only compare      the short sample: some seconds
+    python benchmarks/sample.py --only compare-long
 
 The rows go to results/; `python benchmarks/readme_tables.py` then brings tables and picture up to date.
 """
@@ -83,16 +84,18 @@ def settings(sample: Sample) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("compare", "settings"))
+    parser.add_argument("--only", choices=("compare", "compare-long", "settings"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     args = parser.parse_args()
-    sample = embedded()
-    if args.only in (None, "compare"):
-        found = compare(sample, methods_for(*sample.shape[2:4]))
-        append(rows_path(args.out, "compare"), *found.rows, *found.swept)
-        print(f"{len(found.rows) + len(found.swept)} rows in {rows_path(args.out, 'compare')}")
+    for theme, which in {"compare": "short", "compare-long": "long"}.items():
+        if args.only in (None, theme):
+            sample = embedded(which)
+            found = compare(sample, methods_for(*sample.shape[2:4]))
+            rows = [{**row, "theme": theme} for row in (*found.rows, *found.swept)]
+            append(rows_path(args.out, theme), *rows)
+            print(f"{len(rows)} rows in {rows_path(args.out, theme)}")
     if args.only in (None, "settings"):
-        for row in settings(sample):
+        for row in settings(embedded()):
             append(rows_path(args.out, "settings"), row)
             print(f"{row['question']:<30} {row['method']:<70} {row['error']:.4f}", flush=True)
 

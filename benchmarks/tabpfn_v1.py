@@ -120,8 +120,8 @@ def measure(
             "rows": n,
             "test_rows": len(rows.x_test),
             "method": label,
-            "train_method": setting.train.to_dict(),
-            "test_method": setting.test.to_dict(),
+            "train_method": setting.train.at(n, n, d, d).to_dict(),  # with the sizes that it chose
+            "test_method": setting.test.at(len(rows.x_test), n, d, d).to_dict(),
             **(quality(logits[label], logits["exact"], rows.truth) if not rows.repeated else {}),
             "seconds": median,
             "exact_seconds": exact,

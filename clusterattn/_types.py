@@ -75,6 +75,7 @@ class Parts:
 
     labels: Tensor  # (b hk m), -1 = a key that is not real
     count: int
+    members: Members | None = None  # the keys sorted by part, where kernels read them
 
 
 @dataclass(frozen=True)

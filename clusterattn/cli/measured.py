@@ -50,10 +50,12 @@ def compare(
         ),
     ] = None,
     clusters: Annotated[
-        int | None, typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100)")
+        int | None,
+        typer.Option(min=1, help="Clusters of queries (default: n/20, at most 100; refined chooses for itself)"),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32)")
+        int | None,
+        typer.Option(min=1, help="Exact keys per cluster or query (default: m/16, at most 32; refined likewise)"),
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Hashing rounds of smyrf and reformer (default: 4)")] = None,
     seats: Annotated[int | None, typer.Option(min=1, help="Bucket size of smyrf (default: n/16, at most 64)")] = None,
@@ -145,6 +147,14 @@ def bench(
         int | None,
         typer.Option(min=1, help="Default: 1; on cuda as many as make 32768 tokens.", show_default=False),
     ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            help="Time on the beginning of an embedded sample, short or long, with its heads and dim. "
+            "Default: a synthetic mixture.",
+            show_default=False,
+        ),
+    ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 6,
     dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
     dtype: Annotated[
@@ -178,6 +188,8 @@ def bench(
 
       clusterattn bench --method refined --method clustered:steps=2 --lengths 4096,16384
 
+      clusterattn bench --sample long --lengths 2048,8192 --no-backward
+
       clusterattn bench --device cuda --dtype bfloat16 --lengths 1024,8192,65536 --no-backward
     """
     with plainly():
@@ -190,12 +202,15 @@ def bench(
         from ..measure.compare import refusal
         from ..measure.plots import scaling
         from ..measure.plots_speed import crossings
-        from ..measure.sample import mixture
+        from ..measure.sample import embedded, mixture
         from ..measure.speed_table import as_text
 
         need_now("rich", "matplotlib")
         where = device_of(device)
+        data = None if sample is None else embedded(sample)
         many = lengths_of(lengths or LENGTHS[where])
+        if data is not None and lengths is None:
+            many = [n for n in many if n <= data.shape[2]]
         methods = distinct([method_of(each) for each in method or BENCHED])
         for each in methods:
             why_not = refusal(each, mixture(1, 1, 1, 1), causal)
@@ -221,6 +236,7 @@ def bench(
                 seconds=seconds,
                 seed=seed,
                 memory=memory,
+                data=data,
                 tick=tick,
             ):
                 files.append(path, row)

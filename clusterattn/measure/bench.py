@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._attention import attention, groups
+from .._errors import bad_value
 from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
@@ -47,17 +48,23 @@ def bench(
     seconds: float = 30.0,
     seed: int = 0,
     memory: bool = True,
+    data: Sample | None = None,
     tick: Tick | None = None,
 ) -> Iterator[Row]:
     """Rows as they are measured, shortest length first: for each pass the peer, then each method.
 
     batch    None: 1 on the CPU, and on CUDA as many as make 32 768 tokens together
+    data     time on the beginning of these q, k, v, whose heads and dim then count, instead of a synthetic mixture
     """
     device = torch.device(device)
+    if data is not None:
+        _, heads, longest, _, dim, _ = data.shape
+        if max(lengths) > longest:
+            raise bad_value(f"lengths up to {longest}, which is all the data has", max(lengths), f"{longest}")
     if device.type == "cuda":
         from .race import Race  # which is made of the parts below
 
-        race = Race(device, dtype, causal=causal, seed=seed)
+        race = Race(device, dtype, causal=causal, seed=seed, data=data)
         for n, method in product(sorted(lengths), methods):
             if tick is not None:
                 tick(f"{n} tokens, {method}", len(lengths) * len(methods))
@@ -67,7 +74,8 @@ def bench(
     batch, steps = batch or 1, len(lengths) * len(passes)
     around = environment(device)
     for n in sorted(lengths):
-        sample = mixture(batch, heads, n, dim, seed=seed).to(device, dtype)
+        sample = mixture(batch, heads, n, dim, seed=seed) if data is None else data.cut(batch, n)
+        sample = sample.to(device, dtype)
         for which in passes:
             backward = which == "forward+backward"
             runs: dict[str, Run] = {PEER: peer_pass(sample, causal=causal, backward=backward)}

@@ -24,8 +24,8 @@ DENSE_LIMIT = 2**25
 
 # Half and twice the budget, so that the picture shows a curve for each method instead of a dot.
 SWEEP = (0.5, 2.0)
-SWEPT = ("clusters", "top", "rounds", "window")
-LONG, CURVES_WHEN_LONG = 4096, ("refined",)  # past so many queries a curve for every method would take minutes
+SWEPT = ("clusters", "top", "parts", "rounds", "window")
+LONG, CURVES_WHEN_LONG = 4096, ("clustered", "improved", "refined", "smyrf")  # past so many queries all take minutes
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,16 @@ def methods_for(
     seats: int | None = None,
     window: int | None = None,
 ) -> list[Method]:
-    """Every method at one budget. What is not given follows the length: 25 clusters, 32 keys at 512."""
+    """Every method at one budget. What is not given follows the length: 25 clusters, 32 keys at 512. Refined chooses
+    its sizes itself."""
+    asked = {"clusters": clusters, "top": top}
     clusters = min(100, max(4, n // 20)) if clusters is None else clusters
     top = min(32, max(4, (n if m is None else m) // 16)) if top is None else top
     seats = min(64, max(8, n // 16)) if seats is None else seats
     budget: dict[str, dict[str, int | None]] = {
         "clustered": {"clusters": clusters},
         "improved": {"clusters": clusters, "top": top},
-        "refined": {"clusters": clusters, "top": top},
+        "refined": asked,
         "smyrf": {"rounds": rounds, "q_seats": seats, "k_seats": seats},
         "reformer": {"rounds": rounds},
         "routing": {"window": window},
@@ -103,6 +105,8 @@ def methods_for(
 def scaled(method: Method, factor: float) -> Method | None:
     """The same method at another budget; None when nothing in it can be scaled."""
     now = {name: getattr(method, name, None) for name in SWEPT}
+    if now["parts"] == 1:  # one part is none: not every method can have two
+        del now["parts"]
     then = {name: max(1, round(value * factor)) for name, value in now.items() if value is not None}
     changed = {name: value for name, value in then.items() if value != now[name]}
     return dataclasses.replace(method, **changed) if changed else None
@@ -160,7 +164,7 @@ def compare(
             "theme": "compare",
             "method": label,
             "name": method.name,
-            "settings": method.to_dict(),
+            "settings": method.at(n, m, d, e, causal=causal).to_dict(),
             "budget": factor,
             "error": relative_error(out, truth, sample.query_mask),
             "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in laid_out])
@@ -215,7 +219,7 @@ def _points(
     sample: Sample, methods: Sequence[Method], causal: bool, sweep: bool
 ) -> tuple[dict[str, tuple[Method, float]], dict[str, str]]:
     """What is measured, label -> method and share of the budget asked for, exact first; and who can not answer."""
-    exact = METHODS["exact"]()
+    exact, (n, m, d, e) = METHODS["exact"](), sample.shape[2:]
     points: dict[str, tuple[Method, float]] = {"exact": (exact, 1.0)}
     skipped: dict[str, str] = {}
     for method in methods:
@@ -225,9 +229,9 @@ def _points(
         elif method != exact:
             points[str(method)] = (method, 1.0)
     for method, _ in list(points.values()):
-        curve = sweep and (sample.shape[2] <= LONG or method.name in CURVES_WHEN_LONG)
+        curve = sweep and (n <= LONG or method.name in CURVES_WHEN_LONG)
         for factor in SWEEP if curve else ():
-            other = scaled(method, factor)
+            other = scaled(method.at(n, m, d, e, causal=causal), factor)
             if other is not None and str(other) not in points:
                 points[str(other)] = (other, factor)
     return points, skipped

@@ -49,9 +49,10 @@ class Race:
         seconds: float = 0.1,
         theme: str = "bench",
         commit: str | None = None,
+        data: Sample | None = None,
     ) -> None:
         self.device, self.dtype, self.causal, self.seed = torch.device(device), dtype, causal, seed
-        self.seconds, self.theme = seconds, theme
+        self.seconds, self.theme, self.data = seconds, theme, data
         self.environment = environment(self.device)
         if commit is not None:  # where the files came without their history
             self.environment["commit"] = commit
@@ -290,7 +291,11 @@ class Race:
         if self._sample is None or self._sample[0] != shape:
             self._sample = None
             self._free()
-            self._sample = shape, drawn_there(shape, self.device, self.dtype, self.seed)
+            if self.data is None:
+                sample = drawn_there(shape, self.device, self.dtype, self.seed)
+            else:
+                sample = self.data.cut(shape[0], shape[2]).to(self.device, self.dtype)
+            self._sample = shape, sample
         return self._sample[1]
 
     def _free(self) -> None:

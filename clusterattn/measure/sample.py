@@ -59,6 +59,19 @@ class Sample:
             batch=None if self.batch is None else self.batch[one],
         )
 
+    def cut(self, batch: int, n: int) -> Sample:
+        """The first n queries and keys of so many batch elements, which come again when there are no more."""
+        at = torch.arange(batch, device=self.q.device) % self.q.shape[0]
+        return Sample(
+            q=self.q[at, :, :n],
+            k=self.k[at, :, :n],
+            v=self.v[at, :, :n],
+            key_mask=None if self.key_mask is None else self.key_mask[at, :n],
+            query_mask=None if self.query_mask is None else self.query_mask[at, :n],
+            heads=self.heads,
+            source=self.source,
+        )
+
     def place(self, b: int, h: int) -> str:
         """A head's name for titles."""
         return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"

@@ -40,12 +40,13 @@ class Space:
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
-def mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Of the valid rows of x (... n d): (... 1 d)."""
+def first_row(x: Tensor, valid: Tensor | None) -> Tensor:
+    """The first valid row of x (... n d), (... 1 d): as good a centre as the mean to take an offset off, and the same
+    bits whatever the padding."""
     if valid is None:
-        return wide(x).mean(-2, keepdim=True)
-    real = valid.unsqueeze(-1)
-    return (wide(x) * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp(min=1)
+        return wide(x[..., :1, :])
+    at = valid.to(torch.uint8).argmax(-1, keepdim=True).expand(*x.shape[:-2], 1).unsqueeze(-1)
+    return wide(x.gather(-2, at.expand(*at.shape[:-1], x.shape[-1])))
 
 
 def space(
@@ -63,17 +64,18 @@ def space(
 def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     """B (... d r) with B Bᵀ close to the form (... d d): the distance of x and y in the form's metric, along its main
     directions alone, is |xB - yB|. Drawn vectors, turned twice towards those directions, span the space; B is
-    Nyström's in it."""
+    Nyström's in it. In fp64: ``inner`` holds fifth powers of the form's spectrum, which spans ten digits in real heads.
+    """
     size = form.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    held = form / torch.where(size > 0, size, 1.0)  # powers of it neither grow nor vanish
-    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.to(form.dtype)
+    held = (form / torch.where(size > 0, size, 1.0)).double()  # powers of it neither grow nor vanish
+    drawn = draw.normal((rank, form.shape[-1]), seed, draw.STREAM_DIRECTIONS, form.device).mT.double()
     span = held @ (held @ drawn)
     seen = held @ span
     inner = span.mT @ seen  # (... r r)
-    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-6 + torch.finfo(form.dtype).tiny
-    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=form.dtype, device=form.device))
+    floor = inner.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * 1e-12 + torch.finfo(inner.dtype).tiny
+    root, _ = torch.linalg.cholesky_ex(inner + floor * torch.eye(rank, dtype=inner.dtype, device=form.device))
     found: Tensor = torch.linalg.solve_triangular(root, seen.mT, upper=False).mT * size.sqrt()
-    return found
+    return found.to(form.dtype)
 
 
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
@@ -108,7 +110,7 @@ def parts(
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
-        return Parts(each, count)
+        return Parts(each, count, call.ops.members(each, count, k))
     metric = residual_covariance(q, clusters, hk, sample, call)
     at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
     of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
@@ -116,8 +118,8 @@ def parts(
     key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
     value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
-    # Without their means, which say nothing about who is alike and cost digits in half precision.
-    k_, v_ = wide(k) - mean(k, real), wide(v) - mean(v, real)
+    # Without an offset that all share: it says nothing about who is alike and cost digits in half precision.
+    k_, v_ = wide(k) - first_row(k, real), wide(v) - first_row(v, real)
     points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
     where = Space("euclid", None, None, None)
     found = centres(points, real, count, steps, start, sample, where, call, KEYS)
@@ -125,7 +127,7 @@ def parts(
     if real is not None:
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
-    return Parts(labels, count)
+    return Parts(labels, count, call.ops.members(labels, count, k))
 
 
 def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:

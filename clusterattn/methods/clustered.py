@@ -146,7 +146,7 @@ class Clustered(Method):
 
     def _space(self, x: Tensor, valid: Tensor | None, form: Tensor | None, call: Call) -> _grouping.Space:
         d = x.shape[-1]
-        centre = _grouping.mean(x, valid) if self.width(d) < d and self.metric == "keys" else None
+        centre = _grouping.first_row(x, valid) if self.width(d) < d and self.metric == "keys" else None
         return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, centre, call, x.device)
 
     def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:

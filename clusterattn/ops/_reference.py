@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ._backends import REFERENCE, Backend, Served
 from .bucketed import reference as bucketed_reference
+from .coarse import reference as coarse_reference
 from .kmeans import reference as kmeans_reference
 
 
@@ -13,10 +17,21 @@ def _can(*_: Any) -> None:
     """The reference serves every call."""
 
 
+def _coarse(c: Tensor, *rest: Any) -> tuple[coarse_reference.Found, Tensor]:
+    """Kernels leave a bit mask of the near keys for backward; the reference needs none."""
+    return coarse_reference.forward(c, *rest), c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
+
+
+def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *given_, _bits, reach = given
+    return coarse_reference.backward(*given_, reach)
+
+
 BY_TORCH = Backend(
     REFERENCE,
     {
         "bucketed": Served(_can, bucketed_reference.forward, bucketed_reference.backward),
+        "coarse": Served(_can, _coarse, _coarse_backward),
         "covariance": Served(_can, kmeans_reference.covariance),
         "farthest": Served(_can, kmeans_reference.farthest),
         "kmeans": Served(_can, kmeans_reference.kmeans),

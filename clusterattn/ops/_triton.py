@@ -6,8 +6,8 @@ from ._backends import Backend, Served
 from ._jit import why_no_kernels
 from .bucketed import backward_kernels as bucketed_backward_kernels
 from .bucketed import kernels as bucketed_kernels
-from .coarse import kernels as coarse_kernels
-from .fine import kernels as fine_kernels
+from .coarse import served as coarse_served
+from .fine import served as fine_served
 from .hashing import kernels as hashing_kernels
 from .kmeans import kernels as kmeans_kernels
 from .kmeans import moments
@@ -29,8 +29,8 @@ TRITON = Backend(
         "means": Served(kmeans_kernels.why_not_means, kmeans_kernels.means),
         "take": Served(why_no_kernels, plain_take, row_kernels.take_backward),
         "broadcast": Served(why_no_kernels, row_kernels.broadcast, row_kernels.broadcast_backward),
-        "coarse": Served(coarse_kernels.why_not, coarse_kernels.forward, coarse_kernels.backward),
-        "near_and_far": Served(fine_kernels.why_not, fine_kernels.forward, fine_kernels.backward),
+        "coarse": Served(coarse_served.why_not, coarse_served.forward, coarse_served.backward),
+        "near_and_far": Served(fine_served.why_not, fine_served.forward, fine_served.backward),
         "bucketed": Served(bucketed_kernels.why_not, bucketed_kernels.forward, bucketed_backward_kernels.backward),
         "directions": Served(why_no_kernels, hashing_kernels.directions),
         "scores": Served(hashing_kernels.why_not, hashing_kernels.scores),

@@ -135,6 +135,15 @@ def test_one_embedded_sample_can_be_asked_for():
     assert {row["n"] for row in json.loads(run("compare", "--causal", *quick).stdout)} == {512}
 
 
+def test_bench_on_an_embedded_sample(tmp_path):
+    quick = ("--method", "local:window=8", "--no-backward", "--no-memory", "--repetitions", 1, "--json")
+    shown = run("bench", "--sample", "short", "--lengths", "64,128", *quick, "--out", tmp_path)
+    assert shown.exit_code == 0, shown.output
+    rows = json.loads(shown.stdout)
+    assert {(row["n"], row["h"], row["d"]) for row in rows} == {(64, 4, 32), (128, 4, 32)}
+    assert all("Alice" in row["data"] for row in rows)
+
+
 def broken(tmp_path, **tensors):
     path = tmp_path / "broken.safetensors"
     save_file(tensors, path)

@@ -12,7 +12,7 @@ import torch
 
 import clusterattn as ca
 from clusterattn.measure import bench as bench_module
-from clusterattn.measure import mixture
+from clusterattn.measure import embedded, mixture
 from clusterattn.measure import race as race_module
 from clusterattn.measure.bench import FACTORS, PASSES, RoundedProducts, _fault, bench, direction, pass_of
 from clusterattn.measure.race import Race
@@ -122,6 +122,14 @@ def test_a_race_on_the_cpu_has_every_figure() -> None:
     again = list(race.rows(ca.Local(window=4), SHAPE))
     assert [row["method"] for row in again] == ["local:window=4"] * 2, "exact attention is timed once for a shape"
     json.dumps(rows)
+
+
+def test_a_race_on_a_real_sample_reads_it_and_no_mixture() -> None:
+    data = embedded()
+    race = Race("cpu", torch.float32, seconds=0.01, data=data)
+    rows = list(race.rows(ca.Local(window=8), (2, 4, 48, 32), passes=["forward"], memory=False))
+    assert {row["data"] for row in rows} == {data.source}
+    assert race._data((2, 4, 48, 32)).shape == (2, 4, 48, 48, 32, 32)
 
 
 def test_the_error_is_that_of_the_whole_answer_where_it_is_short() -> None:

@@ -206,6 +206,25 @@ def test_an_unknown_embedded_sample_is_refused():
         embedded("middle")
 
 
+def test_a_sample_is_cut_to_a_length_and_its_batch_comes_again():
+    sample = embedded()
+    cut = sample.cut(4, 20)
+    assert cut.shape == (4, 4, 20, 20, 32, 32)
+    assert torch.equal(cut.q[3], sample.q[0, :, :20])
+    assert torch.equal(cut.v[2], sample.v[2, :, :20])
+
+
+def test_the_bench_can_time_on_a_real_sample():
+    data, local = embedded(), ca.Local(window=8)
+    rows = list(bench([local], lengths=[32, 64], passes=["forward"], repetitions=1, memory=False, data=data))
+    assert [(row["method"], row["h"], row["n"], row["d"]) for row in rows] == [
+        (method, 4, n, 32) for n in (32, 64) for method in ("sdpa", str(local))
+    ]
+    assert {row["data"] for row in rows} == {data.source}
+    with pytest.raises(ValueError, match="up to 512"):
+        list(bench([local], lengths=[1024], data=data))
+
+
 def test_a_key_mask_marks_the_queries_of_self_attention(tmp_path):
     from safetensors.torch import save_file
 
@@ -241,14 +260,27 @@ def test_every_method_has_a_budget_and_what_is_given_is_kept():
     assert (methods["refined"].clusters, methods["refined"].top) == (7, 5)
     assert (methods["smyrf"].rounds, methods["smyrf"].q_seats, methods["smyrf"].k_seats) == (3, 16, 16)
     assert methods["local"].window == methods["routing"].window == 20
-    assert str({each.name: each for each in methods_for(512)}["refined"]) == "refined:clusters=25"  # top is 32
-    assert {each.name: each for each in methods_for(64)}["refined"].top == 4
-    assert {each.name: each for each in methods_for(10_000)}["refined"].clusters == 100
+    assert str({each.name: each for each in methods_for(512)}["improved"]) == "improved:clusters=25"  # top is 32
+    assert {each.name: each for each in methods_for(64)}["improved"].top == 4
+    assert {each.name: each for each in methods_for(10_000)}["improved"].clusters == 100
+    assert {each.name: each for each in methods_for(10_000)}["refined"] == ca.Refined()  # which chooses for itself
+
+
+def test_a_method_that_chooses_its_sizes_has_a_curve_around_them():
+    sample = mixture(1, 1, 128, 8, centres=6)
+    result = compare(sample, [ca.Refined()], repetitions=1)
+    _, ours = result.rows
+    sizes = ca.Refined().at(128, 128, 8, 8)
+    assert ours["method"] == "refined"
+    assert (ours["settings"]["clusters"], ours["settings"]["top"]) == (sizes.clusters, sizes.top)
+    assert {row["settings"]["clusters"] for row in result.swept} == {sizes.clusters // 2, 2 * sizes.clusters}
 
 
 def test_scaling_a_budget():
     assert scaled(ca.Refined(clusters=10, top=8), 2.0) == ca.Refined(clusters=20, top=16)
     assert scaled(ca.Exact(), 2.0) is None
+    assert scaled(ca.Refined(clusters=10, top=8, parts=4), 2.0) == ca.Refined(clusters=20, top=16, parts=8)
+    assert scaled(ca.Improved(clusters=10, top=8), 2.0) == ca.Improved(clusters=20, top=16)
 
 
 def test_compare_measures_every_method_against_exact():

@@ -311,3 +311,16 @@ def test_12_every_query_finds_a_key_whatever_the_padding_on_either_side(case: Ca
     out, lse = x.attend(case.method, return_lse=True)
     assert lse[:, :, :queries].isfinite().all()
     laws.not_above(torch.ones_like(out[:, :, :queries]), out[:, :, :queries])
+
+
+@pytest.mark.parametrize("rank", [8, 24, 48, 63])
+def test_main_directions_of_keys_that_spread_unequally(rank):
+    """In fp32 the Cholesky factor failed unseen past rank 16 on real heads, and k-means grouped by noise."""
+    from clusterattn.methods._grouping import main_directions
+
+    turn, _ = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    spectrum = 10 ** torch.linspace(1.5, -3.5, 64, dtype=torch.float64)
+    form = (turn * spectrum @ turn.mT).float()
+    found = main_directions(form, rank, 0).double()
+    missed = (found @ found.mT - form.double()).norm()
+    assert missed <= 2 * spectrum[rank:].norm() + 0.01 * spectrum.norm()

@@ -1,6 +1,6 @@
 """coarse: centroids attend to all keys; and top_keys, its exhaustive cousin for the oracle.
 
-Torch.library ops: compiled graphs see one node whatever the length, and backward recomputes the (c x m) weights.
+Compiled graphs see one node whatever the length, and backward recomputes the (c x m) weights.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ..._types import Mask, Parts
-from .._chunks import no_autocast
-from .._jit import use_kernel
-from . import kernels, reference
+from .. import _backends
+from .._op import op
+from . import reference
 from .reference import Found, Gradients, Reach
+
+__all__ = ["Coarse", "Reach", "coarse", "top_keys"]
 
 
 @dataclass(frozen=True)
@@ -34,64 +36,50 @@ class Coarse:
 _Fields = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("clusterattn::coarse", mutates_args=())
+@op("coarse")
 def _coarse(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], part_of: Optional[Tensor], pi: Optional[Tensor],
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, triton: bool,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, backend: str,
 ) -> _Fields:  # fmt: skip
     reach = Reach(scale, top, tangent, per, first, step, parts)
-    if triton:
-        out, mean_key, lse, near_lse, near_at, bits = kernels.forward(c, k, v, key_mask, reach)
-        slope = out.new_empty((*c.shape[:2], 0, c.shape[3], v.shape[3]))
-        return out.unsqueeze(3), mean_key.unsqueeze(3), lse.unsqueeze(3), near_lse, near_at, slope, bits
-    found = reference.forward(c, k, v, key_mask, part_of, pi, reach)
-    none = c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
-    return found.out, found.mean_key, found.lse, found.near_lse, found.near_at, found.slope, none
+    found, bits = _backends.function("coarse", backend)(c, k, v, key_mask, part_of, pi, reach)
+    return found.out, found.mean_key, found.lse, found.near_lse, found.near_at, found.slope, bits
 
 
-@_coarse.register_fake
+@_coarse.fake
 def _(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], part_of: Optional[Tensor], pi: Optional[Tensor],
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, triton: bool,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, backend: str,
 ) -> _Fields:  # fmt: skip
     lead, acc, few = c.shape[:3], torch.promote_types(c.dtype, torch.float32), min(top, k.shape[2])
     blocks = 0 if pi is None else (c.shape[2] + per - 1) // per if per else 1
+    words = (k.shape[2] + 31) // 32 if backend != _backends.REFERENCE and top else 0
     return (
         c.new_empty((*lead, parts, v.shape[3]), dtype=acc),
         c.new_empty((*lead, parts, c.shape[3] if tangent else 0), dtype=acc),
         c.new_empty((*lead, parts), dtype=acc), c.new_empty(lead, dtype=acc),
         c.new_empty((*lead, few), dtype=torch.int64),
         c.new_empty((*c.shape[:2], blocks, c.shape[3], v.shape[3]), dtype=acc),
-        c.new_empty((*lead, (k.shape[2] + 31) // 32 if triton and top else 0), dtype=torch.int32),
+        c.new_empty((*lead, words), dtype=torch.int32),
     )  # fmt: skip
 
 
-@torch.library.custom_op("clusterattn::coarse_backward", mutates_args=())
+@op("coarse_backward")
 def _coarse_backward(
     d_out: Optional[Tensor], d_mean: Optional[Tensor], d_lse: Optional[Tensor], d_near: Optional[Tensor],
     d_slope: Optional[Tensor],
     c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], part_of: Optional[Tensor], pi: Optional[Tensor],
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, slope: Tensor, near_bits: Tensor,
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, triton: bool,
+    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, slope: Tensor, bits: Tensor,
+    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     reach = Reach(scale, top, tangent, per, first, step, parts)
-    found = Found(out, mean_key, lse, near_lse, near_at, slope)
-    given = Gradients(d_out, d_mean, d_lse, d_near, d_slope)
-    with no_autocast(c):
-        if triton:
-            d_out, d_mean, d_lse = (
-                torch.zeros_like(x) if given is None else given
-                for given, x in ((d_out, out), (d_mean, mean_key), (d_lse, lse))
-            )
-            dc, dk, dv = kernels.backward(
-                d_out, d_mean, d_lse, d_near, c, k, v, key_mask, out, mean_key, lse, near_lse, near_bits, reach
-            )
-        else:
-            dc, dk, dv = reference.backward(given, c, k, v, key_mask, part_of, pi, found, reach)
+    found, given = Found(out, mean_key, lse, near_lse, near_at, slope), Gradients(d_out, d_mean, d_lse, d_near, d_slope)
+    backward = _backends.backward("coarse", backend)
+    dc, dk, dv = backward(given, c, k, v, key_mask, part_of, pi, found, bits, reach)
     return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@_coarse_backward.register_fake
+@_coarse_backward.fake
 def _(
     d_out: Optional[Tensor], d_mean: Optional[Tensor], d_lse: Optional[Tensor], d_near: Optional[Tensor],
     d_slope: Optional[Tensor], c: Tensor, k: Tensor, v: Tensor, *_: Any,
@@ -103,18 +91,19 @@ def _(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
     ctx.settings = inputs[6:]
     ctx.save_for_backward(*inputs[:6], *output)
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[4], output[6])
 
 
 def _give_back(
     ctx: Any, d_out: Any, d_mean: Any, d_lse: Any, d_near: Any, _at: Any, d_slope: Any, _bits: Any
 ) -> tuple[Any, ...]:
-    gradients = _coarse_backward(d_out, d_mean, d_lse, d_near, d_slope, *ctx.saved_tensors, *ctx.settings)
-    return *gradients, *[None] * 11
+    found: tuple[Any, ...] = _coarse_backward(
+        d_out, d_mean, d_lse, d_near, d_slope, *ctx.saved_tensors, *ctx.settings
+    )
+    return found
 
 
-_coarse.register_autograd(_give_back, setup_context=_keep)
+_coarse.gradient(_give_back, _keep)
 
 
 def coarse(
@@ -128,19 +117,19 @@ def coarse(
     tangent=True).
     """
     count, part_of = (1, None) if parts is None else (parts.count, parts.labels)
-    triton = use_kernel("coarse", backend, kernels.why_not(c, k, v, count, shares is not None))
+    name = _backends.serving("coarse", backend, c, k, v, count, shares is not None)
     out, mean_key, lse, near_lse, near_at, slope, _ = _coarse(
-        c, k, v, mask.keys, part_of, shares, scale, top, tangent, *blocks, count, triton
+        c, k, v, mask.keys, part_of, shares, scale, top, tangent, *blocks, count, name
     )
     return Coarse(out, lse, mean_key, near_at, near_lse, None if shares is None else slope)
 
 
-@torch.library.custom_op("clusterattn::top_keys", mutates_args=())
+@op("top_keys")
 def _top_keys(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) -> Tensor:
     return reference.top_keys(q, k, key_mask, top, causal)
 
 
-@_top_keys.register_fake
+@_top_keys.fake
 def _(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) -> Tensor:
     return q.new_empty((*q.shape[:3], min(top, k.shape[2])), dtype=torch.int64)
 

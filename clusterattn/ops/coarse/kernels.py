@@ -1,17 +1,22 @@
 """Centroid attention on tensor cores, split over the keys and joined by log-sum-exp in a fixed order.
 
-Near keys come from near.py, as a bit mask that the pass over the keys leaves out.
+Keys that fall into parts are sorted by part first (arrange.py): a part is a stretch of keys, and everything else is as
+without parts. Near keys come from near.py, as a bit mask that the pass over the keys leaves out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, tl, why_no_kernels
 from .._jit import triton as _triton
-from .near import _limit, add_near, select
+from .arrange import Arranged
+from .near import _limit, select
 from .reference import Reach
+from .slope import slope_of
 
 LOG2E = 1.4426950408889634
 
@@ -28,25 +33,28 @@ def _near(BITS, lead, row, rows, words, first, key):
 
 
 @jit
-def _near_down(BITS, lead, row, rows, words, first, key):
-    """The same with the keys down and the rows across."""
-    low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
-    high = tl.load(
-        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
-    )
-    word = tl.where((key - first < 32)[:, None], low[None, :], high[None, :])
-    return ((word >> (key % 32)[:, None]) & 1) != 0
+def _stretch(FIRST, place, part, parts, m, split, splits, stretch, HAS_PARTS: tl.constexpr, BM: tl.constexpr):
+    """The keys of a part, and the tiles that one of its splits walks over. Tiles begin at whole words of the bit mask:
+    a part's first tile may hold keys of the one before."""
+    begin, end, first = 0, m, 0
+    if HAS_PARTS:
+        begin = tl.load(FIRST + place * (parts + 2) + part)
+        end = tl.load(FIRST + place * (parts + 2) + part + 1)
+        first = begin // 32 * 32
+        stretch = tl.cdiv(tl.cdiv(end - first, splits), BM) * BM
+    return begin, end, first + split * stretch, tl.minimum(first + (split + 1) * stretch, end)
 
 
 @jit
 def coarse_fwd_kernel(
-    C, K, V, KEEP, BITS, OUT, MEAN, STATS, LSE, NEAR_LSE,
-    rows, m, d, e, heads, group, scale, per, first, step, words, splits, stretch, skb, skh, skm, svb, svh, svm,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr, WHOLE: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    C, K, V, KEEP, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE,
+    rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
+    skb, skh, skm, svb, svh, svm, seb, seh,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
+    WHOLE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of the keys. WHOLE: it is all of them, and the answer is the answer; otherwise join_kernel follows."""
-    split, lead = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows."""
+    split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
     c = tl.load(
@@ -54,12 +62,16 @@ def coarse_fwd_kernel(
         mask=(row[:, None] < rows) & (dims[None, :] < d),
         other=0.0,
     )
-    limit = _limit(row, m, per, first, step)
+    begin, end, low, stop = _stretch(
+        FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
+    )
+    limit = tl.minimum(_limit(row, m, per, first, step), end)
+    stop = tl.minimum(stop, tl.max(tl.where(row < rows, limit, 0)))
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     near_highest, near_total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     out = tl.zeros((BC, BE), tl.float32)
     mean = tl.zeros((BC, BD), tl.float32)
-    for start in range(split * stretch, min((split + 1) * stretch, tl.max(tl.where(row < rows, limit, 0))), BM):
+    for start in range(low, stop, BM):
         key = start + tl.arange(0, BM)
         there = key[:, None] < m
         k = tl.load(
@@ -69,8 +81,10 @@ def coarse_fwd_kernel(
         )
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
         seen = key[None, :] < limit[:, None]
+        if HAS_PARTS:
+            seen = seen & (key >= begin)[None, :]
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         if HAS_NEAR:
             near = _near(BITS, lead, row, rows, words, start, key)
@@ -93,12 +107,13 @@ def coarse_fwd_kernel(
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
-    place = (lead * splits + split) * rows + row
+    place = ((lead * splits + split) * parts + part) * rows + row
     if WHOLE:
         safe = tl.where(total > 0, total, 1.0)
         out, mean = out / safe[:, None], mean / safe[:, None]
         tl.store(LSE + place, _natural(total, highest), mask=row < rows)
-        tl.store(NEAR_LSE + place, _natural(near_total, near_highest), mask=row < rows)
+        if part == 0:
+            tl.store(NEAR_LSE + lead * rows + row, _natural(near_total, near_highest), mask=row < rows)
     else:
         tl.store(STATS + place * 4, highest, mask=row < rows)
         tl.store(STATS + place * 4 + 1, total, mask=row < rows)
@@ -118,10 +133,10 @@ def _natural(total, highest):
 
 @jit
 def join_kernel(
-    PART, MEANS, STATS, OUT, MEAN, LSE, NEAR_LSE, rows, d, e, splits,
+    PART, MEANS, STATS, OUT, MEAN, LSE, NEAR_LSE, rows, near_rows, d, e, splits,
     TANGENT: tl.constexpr, ALL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """The splits of a few rows into one answer each."""
+    """The splits of a few rows into one answer each; near keys are counted with the first part alone."""
     lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
     dims, values, every = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ALL)
     here = (row < rows)[:, None] & (every < splits)[None, :]
@@ -154,186 +169,10 @@ def join_kernel(
     if TANGENT:
         tl.store(MEAN + place[:, None] * d + dims[None, :], mean / safe, mask=inside & (dims < d)[None, :])
     tl.store(LSE + place, _natural(total, level), mask=row < rows)
-    tl.store(NEAR_LSE + place, _natural(near_total, near_level), mask=row < rows)
+    tl.store(NEAR_LSE + lead * near_rows + row, _natural(near_total, near_level), mask=row < near_rows)
 
 
-@jit
-def prepare_kernel(
-    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, DY, DM, DELTA, BASE2, NEAR2, DL, DN, total, d, e, parts,
-    TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_NEAR: tl.constexpr, ODDS: tl.constexpr,
-    BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """What backward wants of each centroid: gradients added up over their parts, in the keys' dtype; delta; logs in
-    base 2, 0 where nothing was seen. ODDS: the gradient of the far lse is that of far against near."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
-    inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
-    dy, dm, dl = tl.zeros((BR, BE), tl.float32), tl.zeros((BR, BD), tl.float32), tl.zeros((BR,), tl.float32)
-    for part in range(parts):
-        mine = row * parts + part
-        dy += tl.load(D_OUT + mine[:, None] * e + values[None, :], mask=inside, other=0.0)
-        dl += tl.load(D_LSE + mine, mask=here, other=0.0)
-        if TANGENT:
-            dm += tl.load(D_MEAN + mine[:, None] * d + dims[None, :], mask=across, other=0.0)
-    delta = tl.sum(dy * tl.load(OUT + row[:, None] * e + values[None, :], mask=inside, other=0.0), 1) - dl
-    if TANGENT:
-        delta += tl.sum(dm * tl.load(MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0), 1)
-        tl.store(DM + row[:, None] * d + dims[None, :], dm.to(DM.dtype.element_ty), mask=across)
-    tl.store(DY + row[:, None] * e + values[None, :], dy.to(DY.dtype.element_ty), mask=inside)
-    tl.store(DELTA + row, delta, mask=here)
-    tl.store(DL + row, dl, mask=here)
-    lse = tl.load(LSE + row, mask=here, other=0.0)
-    tl.store(BASE2 + row, tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634), mask=here)
-    if HAS_NEAR:
-        lse = tl.load(NEAR_LSE + row, mask=here, other=0.0)
-        tl.store(NEAR2 + row, tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634), mask=here)
-        dn = tl.zeros((BR,), tl.float32)
-        if ODDS:
-            dn = -dl
-        elif HAS_D_NEAR:
-            dn = tl.load(D_NEAR + row, mask=here, other=0.0)
-        tl.store(DN + row, dn, mask=here)
-
-
-@jit
-def dc_kernel(PART, DL, MEAN, DC, rows, d, splits, scale, TANGENT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
-    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot."""
-    lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
-    total = tl.zeros((BD,), tl.float32)
-    for first in range(0, splits, BS):
-        split = first + tl.arange(0, BS)
-        place = (lead * splits + split) * rows + row
-        mask = (split < splits)[:, None] & (dims < d)[None, :]
-        total += tl.sum(tl.load(PART + place[:, None] * d + dims[None, :], mask=mask, other=0.0), 0)
-    if TANGENT:
-        mean = tl.load(MEAN + (lead * rows + row) * d + dims, mask=dims < d, other=0.0)
-        total -= tl.load(DL + lead * rows + row) * scale * mean
-    tl.store(DC + (lead * rows + row) * d + dims, total.to(DC.dtype.element_ty), mask=dims < d)
-
-
-@jit
-def _weights(
-    c, k, v, dy, dm, delta, lse, near_lse, d_near, near, seen, scale,
-    HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Far weights and the gradient of the scores for a tile: (rows keys) twice. All logs in base 2."""
-    s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-    far = seen
-    if HAS_NEAR:
-        far = seen & (~near)
-    p = tl.where(far, tl.exp2(s - lse[:, None]), 0.0)
-    dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
-    if TANGENT:
-        dp += tl.dot(dm, tl.trans(k), input_precision=PRECISION)
-    ds = p * (dp - delta[:, None])
-    if HAS_NEAR and not TANGENT:
-        ds += tl.where(seen & near, tl.exp2(s - near_lse[:, None]), 0.0) * d_near[:, None]
-    return p, ds
-
-
-@jit
-def coarse_bwd_kv_kernel(
-    C, K, V, KEEP, BITS, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, DK, DV,
-    rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, skb, skh, skm, svb, svh, svm,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    start, place = tl.program_id(0) * BM, tl.program_id(1).to(tl.int64)
-    kv_heads = heads // group
-    batch, kv_head = place // kv_heads, place % kv_heads
-    key, dims, values = start + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
-    at = key.to(tl.int64)[:, None]
-    k = tl.load(
-        K + batch * skb + kv_head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
-    )
-    v = tl.load(
-        V + batch * svb + kv_head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
-    )
-    keep = key < m
-    if HAS_KEEP:
-        keep = keep & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)
-    dk, dv = tl.zeros((BM, BD), tl.float32), tl.zeros((BM, BE), tl.float32)
-    tiles = (rows + BC - 1) // BC
-    for turn in range(group * tiles):
-        lead = batch * heads + kv_head * group + turn // tiles
-        row = (turn % tiles) * BC + tl.arange(0, BC)
-        here = row < rows
-        mine = lead * rows + row
-        c = tl.load(C + mine[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
-        dy = tl.load(DY + mine[:, None] * e + values[None, :], mask=here[:, None] & (values[None, :] < e), other=0.0)
-        dm = c
-        if TANGENT:
-            dm = tl.load(DM + mine[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
-        lse, delta = tl.load(LSE + mine, mask=here, other=0.0), tl.load(DELTA + mine, mask=here, other=0.0)
-        near_lse, d_near = tl.load(NEAR_LSE + mine, mask=here, other=0.0), tl.load(D_NEAR + mine, mask=here, other=0.0)
-        # keys down, centroids across: weights and gradients enter the next products as they stand
-        seen = keep[:, None] & (key[:, None] < _limit(row, m, per, first, step)[None, :]) & here[None, :]
-        scores = tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale
-        dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
-        if TANGENT:
-            dp += tl.dot(k, tl.trans(dm), input_precision=PRECISION)
-        far = seen
-        if HAS_NEAR:
-            near = _near_down(BITS, lead, row, rows, words, start, key)
-            far = seen & (~near)
-        p = tl.where(far, tl.exp2(scores - lse[None, :]), 0.0)
-        ds = p * (dp - delta[None, :])
-        if HAS_NEAR and not TANGENT:
-            ds += tl.where(seen & near, tl.exp2(scores - near_lse[None, :]), 0.0) * d_near[None, :]
-        dv += tl.dot(p.to(v.dtype), dy, input_precision=PRECISION)
-        dk += tl.dot((ds * natural_scale).to(k.dtype), c, input_precision=PRECISION)
-        if TANGENT:
-            dk += tl.dot(p.to(k.dtype), dm, input_precision=PRECISION)
-    out = (place * m + key)[:, None]
-    tl.store(DK + out * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=(at < m) & (dims[None, :] < d))
-    tl.store(DV + out * e + values[None, :], dv.to(DV.dtype.element_ty), mask=(at < m) & (values[None, :] < e))
-
-
-@jit
-def coarse_bwd_c_kernel(
-    C, K, V, KEEP, BITS, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, DC,
-    rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, splits, stretch,
-    skb, skh, skm, svb, svh, svm,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, TANGENT: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    split, lead = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    batch, head = lead // heads, (lead % heads) // group
-    row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
-    here, mine = row < rows, lead * rows + row
-    c = tl.load(C + mine[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
-    dy = tl.load(DY + mine[:, None] * e + values[None, :], mask=here[:, None] & (values[None, :] < e), other=0.0)
-    dm = c
-    if TANGENT:
-        dm = tl.load(DM + mine[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0)
-    lse, delta = tl.load(LSE + mine, mask=here, other=0.0), tl.load(DELTA + mine, mask=here, other=0.0)
-    near_lse, d_near = tl.load(NEAR_LSE + mine, mask=here, other=0.0), tl.load(D_NEAR + mine, mask=here, other=0.0)
-    limit = _limit(row, m, per, first, step)
-    dc = tl.zeros((BC, BD), tl.float32)
-    for start in range(split * stretch, min((split + 1) * stretch, tl.max(tl.where(here, limit, 0))), BM):
-        key = start + tl.arange(0, BM)
-        at = key.to(tl.int64)[:, None]
-        k = tl.load(
-            K + batch * skb + head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
-        )
-        v = tl.load(
-            V + batch * svb + head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
-        )
-        seen = (key[None, :] < limit[:, None]) & here[:, None]
-        if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
-        near = seen
-        if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key)
-        p, ds = _weights(c, k, v, dy, dm, delta, lse, near_lse, d_near, near, seen, scale, HAS_NEAR, TANGENT, PRECISION)
-        dc += tl.dot((ds * natural_scale).to(k.dtype), k, input_precision=PRECISION)
-    place = (lead * splits + split) * rows + row
-    tl.store(DC + place[:, None] * d + dims[None, :], dc, mask=here[:, None] & (dims[None, :] < d))
-
-
-def why_not(c: Tensor, k: Tensor, v: Tensor, parts: int, slope: bool) -> str | None:
-    if parts > 1 or slope:
-        return "there is no kernel for parts and slope yet"
+def why_not(c: Tensor, k: Tensor, v: Tensor) -> str | None:
     if v.shape[-1] > 256:
         return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
     if 0 in c.shape or 0 in k.shape or 0 in v.shape:
@@ -341,113 +180,74 @@ def why_not(c: Tensor, k: Tensor, v: Tensor, parts: int, slope: bool) -> str | N
     return why_no_kernels(k)
 
 
-def _tiles(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
+@dataclass(frozen=True)
+class Far:
+    """What the centroids found, as kernels hold it: the rows of a part follow each other."""
+
+    out: Tensor  # (b*h p c e)
+    mean_key: Tensor  # (b*h p c d), or (b*h p c 0)
+    lse: Tensor  # (b*h p c)
+    near_lse: Tensor  # (b*h c)
+    near_at: Tensor  # (b*h c t): among the arranged keys
+    bits: Tensor  # (b*h c words): the same as a mask
+    slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
+
+
+def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
     d, e = power(k.shape[-1]), power(v.shape[-1])
     room = (d + e) * k.element_size()
     return {"BC": min(128 if room <= 256 else 64 if room <= 512 else 32, power(clusters)), "BM": 64, "BD": d, "BE": e}
 
 
-def _splits(m: int, programs: int, tile: int) -> tuple[int, int]:
-    """How often the keys are cut, and the keys per cut: enough programs for a large chip, whole tiles each."""
-    wanted = 264 if programs < 128 else 1  # two to each multiprocessor
-    splits = max(1, min(_triton.cdiv(m, 4 * tile), _triton.cdiv(wanted, programs)))
+def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:
+    """How often the keys (of a part) are cut, and the keys per cut: enough programs for a large chip, whole tiles."""
+    wanted = 264 if programs * parts < 128 else 1  # two to each multiprocessor
+    splits = max(1, min(_triton.cdiv(m, 4 * tile * parts), _triton.cdiv(wanted, programs * parts)))
     stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
-    return _triton.cdiv(m, stretch), stretch
+    return _triton.cdiv(m, stretch) if parts == 1 else splits, stretch
 
 
-def forward(
-    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, reach: Reach
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As reference.forward, and the bit mask of the near keys, which backward wants again."""
+def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
+    """c (b h c d) over the arranged keys; pi (b h c) where the slope is wanted."""
+    k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
-    c, k, v, top = c.to(k.dtype).contiguous(), rows(k), rows(v), min(reach.top, m)
-    keep = None if keep is None else keep.contiguous()
+    c, top = c.to(k.dtype).contiguous(), min(reach.top, m)
     lead, words = b * h, _triton.cdiv(m, 32)
     near_at = torch.empty(lead, clusters, 0, dtype=torch.int64, device=c.device)
     bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
     if top:
-        near_at, bits = select(c, k, keep, reach, top)
-    tile = _tiles(k, v, clusters)
-    if lead < 128 <= 2 * lead * _triton.cdiv(clusters, tile["BC"]):
+        near_at, bits = select(c, keys, reach, top)
+    tile = tiles_for(k, v, clusters)
+    if lead < 128 <= 2 * lead * parts * _triton.cdiv(clusters, tile["BC"]):
         tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
     row_tiles = _triton.cdiv(clusters, tile["BC"])
-    splits, stretch = _splits(m, lead * row_tiles, tile["BM"])
+    splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=c.device)
 
-    out, mean = new(b, h, clusters, e), new(b, h, clusters, d if reach.tangent else 0)
-    lse, near_lse = new(b, h, clusters), new(b, h, clusters)
+    width = d if reach.tangent else 0
+    out, mean = new(lead, parts, clusters, e), new(lead, parts, clusters, width)
+    lse, near_lse = new(lead, parts, clusters), new(lead, clusters)
     whole = splits == 1
-    part = out if whole else new(lead, splits, clusters, e)
-    means = mean if whole else new(lead, splits, clusters, d if reach.tangent else 0)
-    stats = new(lead, 0 if whole else splits, clusters, 4)
-    coarse_fwd_kernel[(splits, row_tiles, lead)](
-        c, k, v, keep if keep is not None else c, bits, part, means, stats, lse, near_lse,
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, splits, stretch,
-        *k.stride()[:3], *v.stride()[:3],
-        HAS_KEEP=keep is not None, HAS_NEAR=top > 0, TANGENT=reach.tangent, WHOLE=whole,
-        PRECISION=precision(k), num_warps=4, **tile,
+    part = out if whole else new(lead, splits, parts, clusters, e)
+    means = mean if whole else new(lead, splits, parts, clusters, width)
+    stats = new(lead, 0 if whole else splits, parts, clusters, 4)
+    coarse_fwd_kernel[(splits * parts, row_tiles, lead)](
+        c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
+        stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides,
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
+        WHOLE=whole, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     if not whole:
         few = min(32, power(splits, least=1))
         each = 32 // few
-        join_kernel[(_triton.cdiv(clusters, each), lead)](
-            part, means, stats, out, mean, lse, near_lse, clusters, d, e, splits,
+        join_kernel[(_triton.cdiv(parts * clusters, each), lead)](
+            part, means, stats, out, mean, lse, near_lse, parts * clusters, clusters, d, e, splits,
             TANGENT=reach.tangent, ALL=power(splits, least=1), BR=each, BS=few, BD=tile["BD"], BE=tile["BE"],
             num_warps=4,
         )  # fmt: skip
-    return out, mean, lse, near_lse, near_at.view(b, h, clusters, top), bits.view(b, h, clusters, -1)
-
-
-def backward(
-    d_out: Tensor, d_mean: Tensor, d_lse: Tensor, d_near: Tensor | None,
-    c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, bits: Tensor, reach: Reach, *,
-    splits: int = 1, near: tuple[Tensor, Tensor, Tensor] | None = None, odds: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients (lead c splits ...) of what forward found. ``near``: where the near keys are (b h c t), and gradients
-    (lead c splits t ...) of them and of their values, to be added; the far lse is then the foot of a tangent at the
-    centroid (reach.tangent). odds: d_lse is the gradient of far lse less near lse."""
-    (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
-    dtype, c, k, v = c.dtype, c.to(k.dtype).contiguous(), rows(k), rows(v)
-    keep = None if keep is None else keep.contiguous()
-    lead, words, has_near = b * h, _triton.cdiv(m, 32), reach.top > 0
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=c.device)
-
-    tile = _tiles(k, v, clusters)
-    tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
-    dy, dm = new(lead, clusters, e, dtype=v.dtype), new(lead, clusters, d if reach.tangent else 0, dtype=k.dtype)
-    delta, base2, near2, dl, dn = new(5, lead, clusters)
-    prepare_kernel[(_triton.cdiv(lead * clusters, 8),)](
-        d_out.contiguous(), d_mean.contiguous(), d_lse.contiguous(), dn if d_near is None else d_near.contiguous(),
-        out, mean_key, lse, near_lse, dy, dm, delta, base2, near2, dl, dn, lead * clusters, d, e, splits,
-        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=d_near is not None, ODDS=odds,
-        BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
-    )  # fmt: skip
-    shared = (c, k, v, keep if keep is not None else c, bits, dy, dm, delta, base2, near2, dn)
-    sizes = (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words)
-    strides = (*k.stride()[:3], *v.stride()[:3])
-    flags = {
-        "HAS_KEEP": keep is not None, "HAS_NEAR": has_near, "TANGENT": reach.tangent, "PRECISION": precision(k),
-        "num_warps": 4,
-    }  # fmt: skip
-    dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
-    coarse_bwd_kv_kernel[(_triton.cdiv(m, tile["BM"]), b * hk)](
-        *shared, dk, dv, *sizes, *strides, num_stages=1, **flags, **tile
-    )
-    if near is not None:
-        add_near(dk, dv, *near, splits)
-    row_tiles = _triton.cdiv(clusters, tile["BC"])
-    cuts, stretch = _splits(m, lead * row_tiles, tile["BM"])
-    part, dc = new(lead, cuts, clusters, d), new(b, h, clusters, d, dtype=dtype)
-    coarse_bwd_c_kernel[(cuts, row_tiles, lead)](*shared, part, *sizes, cuts, stretch, *strides, **flags, **tile)
-    dc_kernel[(clusters, lead)](
-        part, dl, mean_key, dc, clusters, d, cuts, reach.scale,
-        TANGENT=reach.tangent and near is not None, BS=min(32, power(cuts, least=1)), BD=tile["BD"],
-        num_warps=1 if cuts < 16 else 4,
-    )  # fmt: skip
-    return dc, dk, dv
+    found = Far(out, mean, lse, near_lse, near_at, bits, new(lead, 0, d, e))
+    return found if pi is None else slope_of(found, c, keys, pi, reach)

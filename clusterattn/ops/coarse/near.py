@@ -15,6 +15,7 @@ from torch import Tensor
 from .._jit import jit, power, precision, tl
 from .._jit import triton as _triton
 from ..bucketed.lists import seats_by_token
+from .arrange import Arranged
 from .reference import Reach
 
 
@@ -28,7 +29,7 @@ def _limit(row, m, per, first, step):
 @jit
 def scores_kernel(
     C, K, KEEP, SCORES, BEST, rows, m, d, heads, group, scale, per, first, step, groups, tiles, skb, skh, skm,
-    HAS_KEEP: tl.constexpr, GROUP: tl.constexpr,
+    seb, seh, HAS_KEEP: tl.constexpr, GROUP: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead = tl.program_id(2).to(tl.int64)
@@ -50,7 +51,7 @@ def scores_kernel(
         s = tl.minimum(tl.maximum(s, -60000.0), 60000.0)  # the range of fp16
         seen = key[None, :] < limit[:, None]
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * m + key, mask=key < m, other=0) != 0)[None, :]
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
         tl.store(
             SCORES + (lead * rows + row[:, None]) * m + key[None, :],
@@ -138,8 +139,9 @@ def select_kernel(
     tl.atomic_or(BITS + row * words + key // 32, 1 << (key % 32), mask=chosen)
 
 
-def select(c: Tensor, k: Tensor, keep: Tensor | None, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
+def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
     """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
+    k = keys.k
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, _triton.cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
@@ -153,9 +155,9 @@ def select(c: Tensor, k: Tensor, keep: Tensor | None, reach: Reach, top: int) ->
     columns, row_tiles = _triton.cdiv(m, tile["BM"]), _triton.cdiv(clusters, tile["BC"])
     tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
     scores_kernel[(_triton.cdiv(columns, tiles), row_tiles, lead)](
-        c, k, keep if keep is not None else c, scores, best,
+        c, k, keys.keep_or(c), scores, best,
         clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        HAS_KEEP=keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
+        *keys.keep_strides, HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
@@ -176,7 +178,7 @@ def select(c: Tensor, k: Tensor, keep: Tensor | None, reach: Reach, top: int) ->
 
 @jit
 def near_kernel(
-    TOKENS, ORDER, NEAR_DK, NEAR_DV, DK, DV, total, m, t, d, e, parts,
+    TOKENS, ORDER, NEAR_DK, NEAR_DV, DK, DV, total, m, d, e,
     BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Entries sorted by key: the first entry of each key adds up all of them. A key's run may go on in later tiles."""
@@ -193,13 +195,11 @@ def near_kernel(
         theirs = tl.load(TOKENS + other, mask=other < total, other=-2)
         seat = tl.load(ORDER + tl.minimum(other, total - 1))
         same = leads[:, None] & (token[:, None] == theirs[None, :])
-        for part in range(parts):
-            row = (((seat // t) * parts + part) * t + seat % t)[:, None]
-            there = (other < total)[:, None]
-            k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
-            v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-            dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
-            dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
+        row, there = seat[:, None], (other < total)[:, None]
+        k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
+        v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
+        dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
+        dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
         start += BN
         following = tl.load(TOKENS + tl.minimum(start, total - 1))
         going = (start < total) & (following == last)
@@ -212,12 +212,11 @@ def near_kernel(
     tl.store(DV + key * e + values[None, :], dv.to(DV.dtype.element_ty), mask=here)
 
 
-def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor, parts: int) -> None:
-    """Add the gradients (b h c parts t ...) of the near keys at near_at (b h c t) to those of all keys, in place."""
-    (b, hk, m, d), e, t = dk.shape, dv.shape[3], near_at.shape[3]
+def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor) -> None:
+    """Add the gradients (b*h c t ...) of the near keys at near_at (b*h c t) to those of all keys (b hk m ...)."""
+    (b, hk, m, d), e = dk.shape, dv.shape[3]
     tokens, order = seats_by_token(near_at.view(b, hk, 1, -1), m)
     tile = 32
     near_kernel[(_triton.cdiv(tokens.numel(), tile),)](
-        tokens, order, near_dk, near_dv, dk, dv, tokens.numel(), m, t, d, e, parts,
-        BN=tile, BD=power(d), BE=power(e), num_warps=4,
-    )  # fmt: skip
+        tokens, order, near_dk, near_dv, dk, dv, tokens.numel(), m, d, e, BN=tile, BD=power(d), BE=power(e), num_warps=4
+    )

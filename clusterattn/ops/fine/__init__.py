@@ -14,51 +14,52 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._types import Attended, Mask, Members, Parts
-from .._chunks import no_autocast, wide
-from .._jit import use_kernel
+from .. import _backends
+from .._chunks import wide
+from .._op import op
 from ..coarse import Coarse, Reach, coarse
 from ..merge import NEVER
 from ..rows import broadcast, take
-from . import kernels, reference
+from . import reference
+
+MASSES = ("softmax", "tangent", "cluster")  # how the far part weighs, see Improved; the ops count them
 
 _Pair = tuple[Tensor, Tensor]
 _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("clusterattn::fine", mutates_args=())
+@op("fine")
 def _fine(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, labels: Tensor, slope: Optional[Tensor], c: Optional[Tensor],
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
     scale: float, near: int, per: int,
 ) -> _Pair:  # fmt: skip
     return reference.forward(q, labels, reference.Offer(keys, values, bias, near, slope, c, per), scale)
 
 
-@_fine.register_fake
+@_fine.fake
 def _(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> _Pair:
     acc = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:3], values.shape[-1]), dtype=acc), q.new_empty(q.shape[:3], dtype=acc)
 
 
-@torch.library.custom_op("clusterattn::fine_backward", mutates_args=())
+@op("fine_backward")
 def _fine_backward(
     d_out: Optional[Tensor], d_lse: Optional[Tensor],
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, labels: Tensor, slope: Optional[Tensor], c: Optional[Tensor],
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
     out: Tensor, lse: Tensor, scale: float, near: int, per: int,
 ) -> _Six:  # fmt: skip
     offer = reference.Offer(keys, values, bias, near, slope, c, per)
-    with no_autocast(q):
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        dq, dc, dk, dv, db, ds = reference.backward(d_out, d_lse, q, labels, offer, out, lse, scale)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    dq, dc, dk, dv, db, ds = reference.backward(d_out, d_lse, q, labels, offer, out, lse, scale)
     dc = q.new_empty(0) if dc is None or c is None else dc.to(c.dtype)
     ds = q.new_empty(0) if ds is None else ds
     return dq.to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), db, ds, dc
 
 
-@_fine_backward.register_fake
+@_fine_backward.fake
 def _(
     d_out: Optional[Tensor], d_lse: Optional[Tensor],
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, labels: Tensor, slope: Optional[Tensor], c: Optional[Tensor],
-    *_: Any,
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], *_: Any,
 ) -> _Six:  # fmt: skip
     none = q.new_empty(0)
     given = (q, keys, values, bias, none if slope is None else slope, none if c is None else c)
@@ -69,16 +70,94 @@ def _(
 def _keep_fine(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
     ctx.settings = inputs[7:]
     ctx.save_for_backward(*inputs[:7], *output)
-    ctx.set_materialize_grads(False)
 
 
 def _give_back_fine(ctx: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     dq, dk, dv, db, ds, dc = _fine_backward(d_out, d_lse, *saved, *ctx.settings)
-    return dq, dk, dv, db, None, *((None, None) if saved[5] is None else (ds, dc)), None, None, None
+    return dq, dk, dv, db, *((None, None) if saved[4] is None else (ds, dc))
 
 
-_fine.register_autograd(_give_back_fine, setup_context=_keep_fine)
+_fine.gradient(_give_back_fine, _keep_fine)
+
+
+# ---------------------------------------------------------------------------------------------------- by kernels
+
+_Answer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@op("near_and_far")
+def _near_and_far(
+    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
+    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
+    scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
+) -> _Answer:  # fmt: skip
+    reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
+    answer: _Answer = _backends.function("near_and_far", backend)(
+        q, c, k, v, keep, order, first, part_order, part_first, pi, reach, mass, detach
+    )
+    return answer
+
+
+@_near_and_far.fake
+def _(
+    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
+    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
+    scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
+) -> _Answer:  # fmt: skip
+    (b, h, n, d), clusters, (m, e), wide_ = q.shape, c.shape[2], v.shape[2:], torch.float32
+    lead, slope = b * h, pi is not None
+    return (
+        q.new_empty((b, h, n, e), dtype=v.dtype), q.new_empty((b, h, n), dtype=wide_),
+        q.new_empty((b, h, n if slope else 0), dtype=wide_), q.new_empty((lead, parts, clusters, e), dtype=wide_),
+        q.new_empty((lead, parts, clusters, d if MASSES[mass] == "tangent" else 0), dtype=wide_),
+        q.new_empty((lead, parts, clusters), dtype=wide_), q.new_empty((lead, clusters), dtype=wide_),
+        q.new_empty((lead, clusters, min(top, m)), dtype=torch.int64),
+        q.new_empty((lead, clusters, (m + 31) // 32 if top else 0), dtype=torch.int32),
+        q.new_empty((lead, 1 if slope else 0, d, e), dtype=wide_),
+    )  # fmt: skip
+
+
+@op("near_and_far_backward")
+def _near_and_far_backward(
+    d_out: Optional[Tensor], d_lse: Optional[Tensor],
+    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
+    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
+    out: Tensor, lse: Tensor, share: Tensor, far: Tensor, mean_key: Tensor, far_lse: Tensor, near_lse: Tensor,
+    near_at: Tensor, bits: Tensor, slope: Tensor,
+    scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _backends.backward("near_and_far", backend)(
+        torch.zeros_like(out) if d_out is None else d_out, d_lse, q, c, k, v, keep, labels, order, first,
+        part_order, part_first, pi, out, lse, share, (far, mean_key, far_lse, near_lse, near_at, bits, slope),
+        reach, mass, detach,
+    )  # fmt: skip
+    return found
+
+
+@_near_and_far_backward.fake
+def _(
+    d_out: Optional[Tensor], d_lse: Optional[Tensor], q: Tensor, c: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), c.new_empty(c.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Answer) -> None:
+    ctx.settings = inputs[11:]
+    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _give_back(ctx: Any, d_out: Any, d_lse: Any, *_: Any) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = _near_and_far_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
+    return found
+
+
+_near_and_far.gradient(_give_back, _keep)
+
+
+# ---------------------------------------------------------------------------------------------------- the verb
 
 
 def near_and_far(
@@ -89,11 +168,14 @@ def near_and_far(
     """q (b h n d), centroids c (b h c d), k (b hk m d), v (b hk m e), labels (b h n) with -1 for nobody's and their
     members. mass: how the far part weighs for each query, see Improved; parts, shares (for the slope of the far values)
     and blocks: see coarse."""
-    why_not = kernels.why_not(q, k, v, c.shape[2], top, parts, shares)
-    if use_kernel("near_and_far", backend, why_not):
+    causal, slope = blocks[0] > 0, shares is not None
+    name = _backends.serving("near_and_far", backend, q, k, v, c.shape[2], parts, slope, causal)
+    if name != _backends.REFERENCE:
         assert members is not None  # made wherever kernels are
-        settings = (scale, top, *blocks, kernels.MASSES[mass], detach_mass)
-        out, lse, *_ = _near_and_far(q, c, k, v, mask.keys, members.order, members.first, *settings)
+        by_part = (None, None) if parts is None or parts.members is None else (parts.members.order, parts.members.first)
+        settings = (scale, top, *blocks, 1 if parts is None else parts.count, MASSES.index(mass), detach_mass, name)
+        given = (mask.keys, labels, members.order, members.first, *by_part, shares)
+        out, lse, *_ = _near_and_far(q, c, k, v, *given, *settings)
         return Attended(out, lse)
     tangent = mass == "tangent"
     found = coarse(c, k, v, mask, scale, top=top, tangent=tangent, parts=parts, shares=shares, blocks=blocks)
@@ -115,7 +197,7 @@ def fine(
         odds = torch.where(level == NEVER, NEVER, level - torch.where(found.near_lse == NEVER, 0.0, found.near_lse))
         share = odds.sigmoid()[..., None, None]
         mixed = (1 - (share.detach() if detach else share)) * values + share * found.out
-        out, lse = _fine(q, keys, mixed.to(values.dtype), bias, labels, None, None, scale, near, 0)
+        out, lse = _fine(q, keys, mixed.to(values.dtype), bias, None, None, labels, scale, near, 0)
         return Attended(out, lse + broadcast(F.softplus(odds), labels))
     # The keys of a far part act as one: with their mean as the key, its logit is the tangent of their log-sum-exp at
     # the centroid; with a zero key, that log-sum-exp itself.
@@ -123,65 +205,6 @@ def fine(
     level = level - (wide(c).unsqueeze(3) * wide(key)).sum(-1) * scale
     out, lse = _fine(
         q, torch.cat([keys, key], 3), torch.cat([values, found.out.to(v.dtype)], 3), torch.cat([bias, level], 3),
-        labels, found.slope, None if found.slope is None else c, scale, near, per,
+        found.slope, None if found.slope is None else c, labels, scale, near, per,
     )  # fmt: skip
     return Attended(out, lse)
-
-
-# ---------------------------------------------------------------------------------------------------- as one op
-
-_Answer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-@torch.library.custom_op("clusterattn::near_and_far", mutates_args=())
-def _near_and_far(
-    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], order: Tensor, first: Tensor,
-    scale: float, top: int, per: int, begin: int, step: int, mass: int, detach: bool,
-) -> _Answer:  # fmt: skip
-    reach = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
-    out, lse, found = kernels.forward(q, c, k, v, keep, order, first, reach, mass)
-    return out, lse, found.far, found.mean_key, found.far_lse, found.near_lse, found.near_at, found.bits
-
-
-@_near_and_far.register_fake
-def _(
-    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], order: Tensor, first: Tensor,
-    scale: float, top: int, per: int, begin: int, step: int, mass: int, detach: bool,
-) -> _Answer:  # fmt: skip
-    few, m, wide_ = c.shape[:3], k.shape[2], torch.float32
-    return (
-        q.new_empty((*q.shape[:3], v.shape[3]), dtype=v.dtype), q.new_empty(q.shape[:3], dtype=wide_),
-        c.new_empty((*few, v.shape[3]), dtype=wide_),
-        c.new_empty((*few, c.shape[3] if mass == kernels.TANGENT else 0), dtype=wide_),
-        c.new_empty(few, dtype=wide_), c.new_empty(few, dtype=wide_),
-        c.new_empty((*few, min(top, m)), dtype=torch.int64), c.new_empty((*few, (m + 31) // 32), dtype=torch.int32),
-    )  # fmt: skip
-
-
-@torch.library.custom_op("clusterattn::near_and_far_backward", mutates_args=())
-def _near_and_far_backward(
-    d_out: Tensor, d_lse: Tensor, q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor],
-    order: Tensor, first: Tensor, out: Tensor, lse: Tensor,
-    far: Tensor, mean_key: Tensor, far_lse: Tensor, near_lse: Tensor, near_at: Tensor, bits: Tensor,
-    scale: float, top: int, per: int, begin: int, step: int, mass: int, detach: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    found = kernels.Found(far, mean_key, far_lse, near_lse, near_at, bits)
-    reach = Reach(scale, top, mass == kernels.TANGENT, per, begin, step)
-    with no_autocast(q):
-        return kernels.backward(d_out, d_lse, q, c, k, v, keep, order, first, out, lse, found, reach, mass, detach)
-
-
-@_near_and_far_backward.register_fake
-def _(d_out: Tensor, d_lse: Tensor, q: Tensor, c: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), c.new_empty(c.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Answer) -> None:
-    *tensors, ctx.settings = inputs[:7], inputs[7:]
-    ctx.save_for_backward(*tensors[0], *output)
-    ctx.mark_non_differentiable(*output[2:])
-
-
-def _give_back(ctx: Any, d_out: Tensor, d_lse: Tensor, *_: Any) -> tuple[Any, ...]:
-    return *_near_and_far_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings), *[None] * 10
-
-
-_near_and_far.register_autograd(_give_back, setup_context=_keep)

@@ -1,0 +1,163 @@
+"""The slope of the far values on tensor cores: one (d e) matrix per head, and what its gradient asks of the weights.
+
+    M = sum_l omega_l (k_l - kappa)(v_l - nu)^T - sum_cj pi_c a_cj (kbar_cj - kappa)(vbar_cj - nu)^T
+
+for any kappa and nu: those of the first key keep the two sums small beside their difference. Both sums are of one kind,
+keys with the weight omega and virtual keys with the weight -pi a; programs share them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._jit import jit, power, precision, tl
+from .arrange import Arranged
+from .reference import Reach
+
+if TYPE_CHECKING:
+    from .kernels import Far
+
+LOG2E = 1.4426950408889634
+
+
+@jit
+def _near_down(BITS, lead, row, rows, words, first, key):
+    """Which of a tile's keys (down) are near for which rows (across)."""
+    low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
+    high = tl.load(
+        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
+    )
+    word = tl.where((key - first < 32)[:, None], low[None, :], high[None, :])
+    return ((word >> (key % 32)[:, None]) & 1) != 0
+
+
+@jit
+def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr):
+    """LEVEL (lead c): log2 of the far weight of each cluster less log2 of its share of the queries, so that
+    2**(score - LEVEL) = pi a p. inf for a cluster without either."""
+    lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
+    here, part = row < rows, tl.arange(0, BP)
+    highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
+    for first in range(0, parts, BP):
+        mask = (first + part < parts)[:, None] & here[None, :]
+        lse = tl.load(LSE + (lead * parts + first + part)[:, None] * rows + row[None, :], mask=mask, other=float("-inf"))
+        new = tl.maximum(highest, tl.max(lse, 0))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(highest - level) + tl.sum(tl.exp(lse - level[None, :]), 0)
+        highest = new
+    pi = tl.load(PI + lead * rows + row, mask=here, other=0.0)
+    some = (total > 0) & (pi > 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest) * 1.4426950408889634
+    level += tl.log2(tl.where(some, total, 1.0)) - tl.log2(tl.where(some, pi, 1.0))
+    tl.store(LEVEL + lead * rows + row, tl.where(some, level, float("inf")), mask=here)
+
+
+@jit
+def slope_kernel(
+    C, K, V, KEEP, BITS, MEAN, OUT, LSE, LEVEL, PART,
+    rows, m, d, e, heads, group, scale, per, first, step, words, parts, of_keys, splits, stretch, row_stretch,
+    skb, skh, skm, svb, svh, svm, seb, seh,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr,
+    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """PART (lead blocks splits d e): the first of_keys splits go over keys, the others over virtual keys."""
+    split, block, lead = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batch, head = lead // heads, (lead % heads) // group
+    dims, values, tile = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM)
+    wide, long = dims < d, values < e
+    k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
+    kappa = tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)
+    nu = tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)
+    begin, end = block * per, (block + 1) * per  # the block's clusters
+    limit = m
+    if per == 0:
+        end = rows
+    else:
+        limit = tl.minimum(tl.maximum(first + block * step, 0), m)
+    end = tl.minimum(end, rows)
+    total = tl.zeros((BD, BE), tl.float32)
+    if split < of_keys:
+        for start in range(split * stretch, tl.minimum((split + 1) * stretch, limit), BM):
+            key = start + tile
+            seen = key < limit
+            if HAS_KEEP:
+                seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
+            at = key.to(tl.int64)[:, None]
+            k = tl.load(k_base + at * skm + dims[None, :], mask=seen[:, None] & wide[None, :], other=0.0)
+            v = tl.load(v_base + at * svm + values[None, :], mask=seen[:, None] & long[None, :], other=0.0)
+            omega = tl.zeros((BM,), tl.float32)
+            for of in range(begin, end, BC):
+                row = of + tl.arange(0, BC)
+                c = tl.load(
+                    C + (lead * rows + row[:, None]) * d + dims[None, :],
+                    mask=(row < end)[:, None] & wide[None, :], other=0.0,
+                )  # fmt: skip
+                level = tl.load(LEVEL + lead * rows + row, mask=row < end, other=float("inf"))
+                w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
+                if HAS_NEAR:
+                    w = tl.where(_near_down(BITS, lead, row, rows, words, start, key), 0.0, w)
+                omega += tl.sum(w, 1)
+            weight = tl.where(seen, omega, 0.0)[:, None]
+            x = ((k.to(tl.float32) - kappa[None, :]) * weight).to(k.dtype)
+            y = tl.where(seen[:, None], v.to(tl.float32) - nu[None, :], 0.0).to(v.dtype)
+            total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
+    else:
+        size = end - begin
+        for start in range((split - of_keys) * row_stretch, tl.minimum((split - of_keys + 1) * row_stretch, parts * size), BM):
+            place = start + tile
+            there = place < parts * size
+            row = begin + place % size
+            at = (lead * parts + place // size) * rows + row
+            lse = tl.load(LSE + at, mask=there, other=float("-inf"))
+            level = tl.load(LEVEL + lead * rows + row, mask=there, other=float("inf"))
+            weight = tl.where(there, tl.exp2(lse * 1.4426950408889634 - level), 0.0)[:, None]
+            x = tl.load(MEAN + at[:, None] * d + dims[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+            y = tl.load(OUT + at[:, None] * e + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
+            x, y = tl.where(weight > 0, (x - kappa[None, :]) * weight, 0.0), tl.where(weight > 0, y - nu[None, :], 0.0)
+            total -= tl.dot(tl.trans(x.to(K.dtype.element_ty)), y.to(V.dtype.element_ty), input_precision=PRECISION)
+    to = ((lead * tl.num_programs(1) + block) * splits + split) * d
+    tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
+
+
+def _sizes(keys: Arranged) -> dict[str, int]:
+    d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
+    room = (d + e) * keys.k.element_size()
+    return {"BM": 64 if room <= 512 else 32, "BD": d, "BE": e}
+
+
+def levels(lse: Tensor, pi: Tensor) -> Tensor:
+    """lse (lead p c), pi (b h c) -> LEVEL (lead c), see level_kernel."""
+    lead, parts, clusters = lse.shape
+    level = torch.empty(lead, clusters, dtype=torch.float32, device=lse.device)
+    level_kernel[((clusters + 63) // 64, lead)](
+        lse, pi.float().contiguous(), level, clusters, parts, BP=min(64, power(parts, least=1)), BC=64, num_warps=4
+    )
+    return level
+
+
+def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) -> Far:
+    """What was found, with the slope."""
+    k, v, parts = keys.k, keys.v, reach.parts
+    (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
+    lead, blocks = b * h, -(-clusters // reach.per) if reach.per else 1
+    level, tile = levels(found.lse, pi), _sizes(keys)
+    programs = max(1, -(-264 // (lead * blocks)))
+    virtual = parts * (reach.per or clusters)
+    of_keys = max(1, min(programs, -(-m // (2 * tile["BM"]))))
+    of_rows = max(1, min(programs // 2, -(-virtual // (4 * tile["BM"]))))
+    stretch, row_stretch = (
+        -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
+    )
+    part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
+    slope_kernel[(of_keys + of_rows, blocks, lead)](
+        c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
+        of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides,
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
+        BC=min(64, power(clusters)), PRECISION=precision(k), num_warps=8 if tile["BD"] > 64 else 4, **tile,
+    )  # fmt: skip
+    return replace(found, slope=part.sum(2))
