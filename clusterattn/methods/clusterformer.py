@@ -94,7 +94,16 @@ class ClusterFormer(Method):
             got = f"mu={self.mu}, nu={self.nu}, balance={self.balance}, affinity={self.affinity}"
             raise bad_value("weights mu, nu, balance and affinity of at least 0", got, "0 or more")
 
+    @property
+    def learns(self) -> bool:
+        """Does anything train the grouping? Else its gradients are not recorded."""
+        return bool(self.mu or self.nu or self.balance or self.affinity or self.straight)
+
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns and call.keep_state):
+            return self._group(q, call)
+
+    def _group(self, q: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
         b, h, n, _ = q.shape
         valid = seated(q, call)
         real = valid.sum(-1)

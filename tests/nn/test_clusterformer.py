@@ -357,3 +357,15 @@ def test_the_first_reading_is_what_it_was() -> None:
     assert all(settings.keys() == everything for settings in READINGS.values())
     assert ca.method(reading(CHOSEN)) == ca.ClusterFormer()  # the one chosen is the default
     assert len({reading(label) for label in READINGS}) == len(READINGS)
+
+
+def test_a_grouping_that_nothing_trains_keeps_no_graph() -> None:
+    x = draw(n=22, m=22).leaves()
+    start = torch.randn(3, 24, dtype=torch.float64).requires_grad_()
+    for method, learns in (
+        (ca.ClusterFormer(clusters=3, mu=0.0, nu=0.0), False),
+        (ca.ClusterFormer(clusters=3), True),
+        (ca.ClusterFormer(clusters=3, mu=0.0, nu=0.0, affinity=1.0), True),
+    ):
+        _, state = x.attend(method, state=start, return_state=True)
+        assert state.centroids.requires_grad == learns == method.learns
