@@ -18,7 +18,7 @@ from ..tasks import Batch, batches
 from ..tasks.speech import Recording, Speech, joined, mistakes
 from ..train import Settings, fit
 from ..train.loop import moved
-from ._experiment import Cell, Context, Experiment
+from ._experiment import Cell, Context, Experiment, pinned
 from ._pace import casting, forward_backward, measured
 
 SHARED = ("shared-full", "lsh-1", "lsh-4")  # queries are keys
@@ -238,7 +238,7 @@ class Trained(Experiment):
     def _model(self, make: Callable[..., nn.Module], cell: Cell, config: SpeechConfig, *given: Any) -> nn.Module:
         name, layers = cell.settings["trained"], cell.settings["layers"]
         return make(
-            spec(name, config.top),
+            pinned(spec(name, config.top)),
             *given,
             dim=config.dim,
             heads=config.heads,
@@ -321,7 +321,7 @@ def evaluated(
 
 
 def _with(model: nn.Module, name: str, top: int, given: Sequence[Batch]) -> list[Tensor]:
-    with attending_with(model, spec(name, top)):
+    with attending_with(model, pinned(spec(name, top))):
         return [model(batch["frames"], batch["mask"]).logits.float() for batch in given]
 
 

@@ -25,7 +25,7 @@ from ..tasks.text import Classify, Labelled
 from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, apart, lead
+from ._experiment import Cell, Context, Experiment, apart, lead, pinned
 from ._readings import PAPERS, READINGS, READINGS_NOTE, in_paper, reading
 from ._readings import SAYS as READ
 
@@ -115,7 +115,7 @@ def trained(task: Labelled, method: str, config: TextConfig, seed: int, context:
     """One model from start to test."""
     torch.manual_seed(seed)
     model = task.model(
-        method,
+        pinned(method),
         dim=config.dim,
         heads=config.heads,
         layers=config.layers,

@@ -15,7 +15,7 @@ from clusterattn.methods import Improved
 from ..models.tagger import SYMBOLS
 from ..tasks.copying import Copying
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, spread
+from ._experiment import Cell, Context, Experiment, Table, beside, chosen, pinned, spread
 from ._readings import NEW, READINGS, READINGS_NOTE, reading
 
 WINDOW = 32  # of local attention, as in the authors' rebuttal (there at N = 128)
@@ -79,7 +79,7 @@ class ClusteredFig5(Experiment):
         task = Copying(cell.settings["letters"], examples=config.steps * config.batch, judged=config.judged, seed=seed)
         torch.manual_seed(seed)
         model = task.model(
-            cell.settings["spec"],
+            pinned(cell.settings["spec"]),
             dim=config.dim,
             heads=config.heads,
             layers=config.layers,

@@ -15,7 +15,7 @@ from clusterattn.methods import method as as_method
 
 from ..tasks.translation import Pair, Translate, read_pairs
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, pinned, spread
 from ._readings import NEW, PAPERS, READINGS, READINGS_NOTE, in_paper, reading
 from ._texts import SAYS, against_paper
 
@@ -108,7 +108,7 @@ class ClusterFormerTable1(Experiment):
         task = Translate(pairs, vocabulary=config.vocabulary)
         torch.manual_seed(cell.settings["seed"])
         model = task.model(
-            cell.settings["spec"],
+            pinned(cell.settings["spec"]),
             dim=config.dim,
             heads=config.heads,
             layers=config.layers,

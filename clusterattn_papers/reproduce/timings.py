@@ -16,7 +16,7 @@ from clusterattn.nn import EncoderLayer
 
 from ..models import Positions, Stack
 from ._curves import Curves, drawn_lines, spaced
-from ._experiment import Cell, Context, Experiment, Table
+from ._experiment import Cell, Context, Experiment, Table, pinned
 from ._pace import Step, casting, forward_backward, measured
 from ._readings import CHOSEN, PAPERS, in_paper, reading
 
@@ -176,7 +176,7 @@ class ClusteredFigure4(Timing):
 
     def step(self, label: str, n: int, config: TimingsConfig, device: torch.device, training: bool) -> Step:
         layer = EncoderLayer(
-            config.dim, config.heads, LAYER[label], feedforward=config.feedforward, dropout=0.0, device=device
+            config.dim, config.heads, pinned(LAYER[label]), feedforward=config.feedforward, dropout=0.0, device=device
         )
         x = torch.randn(_batch(config, n), n, config.dim, device=device, requires_grad=True)
 
@@ -260,7 +260,13 @@ class TimedReader(nn.Module):
         super().__init__()
         self.words, self.positions = nn.Embedding(WORDS, config.dim), Positions(config.dim)
         self.stack = Stack(
-            method, config.dim, config.heads, config.layers, length=length, feedforward=config.feedforward, dropout=0.0
+            pinned(method),
+            config.dim,
+            config.heads,
+            config.layers,
+            length=length,
+            feedforward=config.feedforward,
+            dropout=0.0,
         )
         self.head = nn.Linear(config.dim, CLASSES)
 

@@ -55,7 +55,9 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
     if case.family:
         method = dataclasses.replace(method, clusters=data.draw(st.integers(1, 5)), block=data.draw(st.integers(1, 6)))
     if case.family and "clustered" not in case.name:
-        method = dataclasses.replace(method, top=data.draw(st.integers(1, 5)))
+        method = dataclasses.replace(method, top=data.draw(st.integers(0 if case.method.mass == "tangent" else 1, 5)))
+    if case.parts > 1:
+        method = dataclasses.replace(method, parts=data.draw(st.integers(2, 6)))
     case = dataclasses.replace(case, method=method)
     groups = x.groups(method, causal=causal, seed=data.draw(st.integers(0, 3)))
     out, lse = x.attend(method, causal=causal, groups=groups, return_lse=True)
@@ -79,7 +81,7 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
 def test_the_matrix_is_what_is_applied(case: Case) -> None:
     for causal in kinds(case):
         x = padded(draw(case, h=2, hk=1, n=21, m=26), "holes")
-        rows = ca.attention_matrix(x.q, x.k, method=case.method, causal=causal, **x.masks)
+        rows = ca.attention_matrix(*x.tensors, method=case.method, causal=causal, **x.masks)
         close(rows, expected_rows(case, x, x.groups(case.method, causal=causal), causal)[0])
         close(rows @ x.v, x.attend(case.method, causal=causal))
         assert (rows[~x.seen_when(causal)[:, None].expand_as(rows)] == 0).all()
@@ -94,6 +96,7 @@ def test_the_matrix_is_what_is_applied(case: Case) -> None:
 def test_gradcheck_with_groups_given(case: Case) -> None:
     for causal in kinds(case):
         method = dataclasses.replace(case.method, block=3, clusters=2) if case.family else case.method
+        method = dataclasses.replace(method, parts=2, top=min(method.top, 2)) if case.parts > 1 else method
         x = draw(case, b=1, h=2, hk=1, n=5, m=6, d=2, e=2)
         x = dataclasses.replace(x, key_mask=torch.arange(x.k.shape[2])[None] != 2).leaves()
         groups = x.groups(method, causal=causal)
@@ -138,7 +141,7 @@ def test_groups_carry_no_gradient_into_labels_but_means_follow_the_queries() -> 
 def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
     x = draw(case)
     x = x if mask == "all" else padded(x, mask)
-    for causal in (False, True):
+    for causal in kinds(case):
         g = x.groups(case.method, causal=causal)
         b, h, n = g.labels.shape
         for bi in range(b):
@@ -154,6 +157,13 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
         if not causal:
             assert torch.equal(g.labels >= 0, valid[:, None].expand_as(g.labels))
             assert torch.equal(g.labels, g.member_of)
+            assert (g.parts is None) == (case.parts == 1)
+        if g.parts is not None:  # of the keys of a key head: every real one is in a part
+            real = x.key_mask if x.key_mask is not None else torch.ones(b, 29, dtype=torch.bool)
+            assert g.parts.count == case.parts
+            assert g.parts.labels.shape == (2, 2, 29)
+            assert torch.equal(g.parts.labels >= 0, real[:, None].expand(2, 2, 29))
+            assert (g.parts.labels < g.parts.count).all()
 
 
 @pytest.mark.parametrize(("metric", "clusters", "n"), [("hamming", 6, 300), ("euclid", 9, 1500)])
