@@ -200,7 +200,7 @@ class Clustered(Method):
         return filled.grouping_cost(n, m, d, e, group=group) + attending
 
     def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
-        """The part of ``cost`` that says who is alike; what is done once for a key head is shared by its query heads."""
+        """The part of ``cost`` that says who is alike; what serves a key head is shared by its query heads."""
         if self.clusters >= n:
             return 0
         metric = min(self.sample or m, m) * d * d // group if self.metric == "keys" else 0

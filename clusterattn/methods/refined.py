@@ -29,8 +29,9 @@ class Refined(Improved):
                     matrix M per head
 
     Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)``;
-    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included. ``steps``, ``sample``
-    and ``rank``, the effort of the grouping, are chosen together: with steps given, the others mean all when left out.
+    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included. ``steps``,
+    ``sample`` and ``rank``, the effort of the grouping, are chosen together: with steps given, the others mean all when
+    left out.
     """
 
     name: ClassVar[str] = "refined"
@@ -65,4 +66,6 @@ class Refined(Improved):
         return self._with_block(n, causal)
 
     def _with_block(self, n: int, causal: bool) -> Self:
-        return self if self.block is not None or not causal else replace(self, block=budgets.block(n, self.clusters))
+        if self.block is not None or not causal:
+            return self
+        return replace(self, block=budgets.block(n, self.clusters or 1))

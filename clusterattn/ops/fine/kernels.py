@@ -1,5 +1,5 @@
-"""Queries sorted by cluster walk past their cluster's near keys and far parts, flash style; then the far values move with
-the query by the slope. Any number of near keys and parts: they come in tiles.
+"""Queries sorted by cluster walk past their cluster's near keys and far parts, flash style; then the far values move
+with the query by the slope. Any number of near keys and parts: they come in tiles.
 """
 
 from __future__ import annotations
