@@ -107,13 +107,13 @@ def test_plans_do_not_grow_without_bound(cuda: None, monkeypatch: pytest.MonkeyP
 
 def test_a_workspace_is_one_allocation_of_aligned_pieces() -> None:
     wanted = (((3, 5), torch.int32), ((2, 2), torch.float16), ((7,), torch.int64))
-    pieces = workspace(torch.device("cpu"), *wanted, zero=True)
+    pieces = workspace(torch.device("cpu"), *wanted)
     for piece, (shape, dtype) in zip(pieces, wanted, strict=True):
         tensor = piece.tensor()
         assert tuple(tensor.shape) == shape
         assert tensor.dtype == dtype
         assert tensor.data_ptr() == piece.address
-        tensor += 1
+        tensor.fill_(1)
     assert all(bool((piece.tensor() == 1).all()) for piece in pieces)
     assert len({piece.tensor().untyped_storage().data_ptr() for piece in pieces}) == 1
     assert cdiv(7, 2) == 4
