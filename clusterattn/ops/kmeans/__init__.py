@@ -234,12 +234,11 @@ def farthest(
     """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
     where the pool is nearly used up."""
     lead = points.shape[:-2]
-    best: Tensor = _farthest(
+    positions: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
         serving("farthest", REFERENCE if signs else backend, points),  # codes have many ties: torch picks among them
     )  # fmt: skip
-    best = best.view(*lead, clusters)
-    return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
+    return positions.view(*lead, clusters)
 
 
 def means(

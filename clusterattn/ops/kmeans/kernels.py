@@ -278,10 +278,10 @@ def _positions(at: Tensor) -> Tensor:
 
 
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
-    points, p = rows(points), pool_at.shape[2]
-    begun = _start(points, _positions(pool_at), _dense(form), False, clusters)
-    return far(begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, p, clusters)
+    """Of the points (b h n d) at pool_at (b h p), the positions (lead c) of those that lie far apart."""
+    points, pool_at = rows(points), _positions(pool_at)
+    begun = _start(points, pool_at, _dense(form), False, clusters)
+    return far(pool_at, begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, clusters)
 
 
 def kmeans(
