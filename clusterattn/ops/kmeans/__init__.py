@@ -137,7 +137,11 @@ _means.gradient(_give_back_means, _keep_members)
 
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
     """Expand the leading dimensions to ``lead`` and fold them into one."""
-    return None if x is None else x.expand(*lead, *x.shape[x.dim() - keep :]).flatten(0, len(lead) - 1)
+    if x is None:
+        return None
+    if x.shape[: x.dim() - keep] != lead:
+        x = x.expand(*lead, *x.shape[x.dim() - keep :])
+    return x.flatten(0, len(lead) - 1)
 
 
 def _four(points: Tensor) -> Tensor:
@@ -149,7 +153,8 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     """(b h c) without a copy where there is nothing between b and c but the heads."""
     if at is None:
         return None
-    at = at.expand(*lead, at.shape[-1])
+    if at.shape[:-1] != lead:
+        at = at.expand(*lead, at.shape[-1])
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
