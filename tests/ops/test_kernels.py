@@ -30,7 +30,12 @@ SPECS = [
     "smyrf:q_seats=16,k_seats=16,rounds=2,dedup=true",
     "local:window=9",
 ]
-SELF_ONLY = ["reformer:chunk=16,rounds=2", "clusterformer:clusters=4"]
+SELF_ONLY = [
+    "reformer:chunk=16,rounds=2",
+    "clusterformer:clusters=4",
+    "clusterformer:clusters=4,scope=shared",
+    "clusterformer:clusters=4,affinity=3",
+]
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

@@ -108,9 +108,10 @@ def pull_of(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far, rea
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     lead, tile = b * h, tiles_for(k, v, clusters)
     per_key = torch.empty(lead, m, dtype=torch.float32, device=k.device)
-    pull_kernel[((m + 63) // 64, lead)](
+    rows = 64 if k.element_size() == 2 else 16  # products of fp32 are written out by the compiler: small ones
+    pull_kernel[(-(-m // rows), lead)](
         k, v, slope, per_key, m, d, e, h, h // hk, *k.stride()[:3], *v.stride()[:3],
-        BM=64, BD=tile["BD"], BE=tile["BE"], PRECISION=precision(k), num_warps=4,
+        BM=rows, BD=tile["BD"], BE=tile["BE"], PRECISION=precision(k), num_warps=4,
     )  # fmt: skip
     row_tiles = -(-clusters // tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
