@@ -99,18 +99,29 @@ def launch(
         except TypeError:  # the arguments are not those that this Triton's launcher takes: nothing has been launched
             plan = _plans[key] = None
     compiled = _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    if plan is not None:  # None: looked at before, and not to be called this way
+    # None: looked at before, and not to be called this way; a tensor among the numbers is no key
+    if plan is not None and not any(isinstance(x, Tensor) for x in numbers):
         if len(_plans) >= PLANS:
             _plans.clear()
         _plans[key] = _planned(compiled, kernel, len(addresses) + len(numbers) + len(loose), flags)
     return None
 
 
+def launch_flat(kernel: Any, grid: tuple[int, ...], *args: Any, **flags: Any) -> Any:
+    """``kernel[grid](*args, **flags)``: tensors come first, then numbers."""
+    many = 0
+    for x in args:
+        if not isinstance(x, (Tensor, Piece)):
+            break
+        many += 1
+    return launch(kernel, grid, args[:many], args[many:], **flags)
+
+
 def _ordinary(
     kernel: Any, grid: tuple[int, ...], tensors: Iterable[Any], numbers: Any, loose: Any, flags: dict[str, Any]
 ) -> Any:
     plain = (x.tensor() if isinstance(x, Piece) else x for x in tensors)
-    return kernel[grid](*plain, *numbers, *loose, **flags)
+    return kernel.run(*plain, *numbers, *loose, grid=grid, warmup=False, **flags)
 
 
 def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> tuple[Any, ...] | None:
