@@ -253,7 +253,8 @@ class Begun(NamedTuple):
 
 
 def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
-    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen."""
+    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen, by distances that
+    half precision would blur."""
     (b, h, _, d), c, device = points.shape, at.shape[2], points.device
     lead, tile, wide = b * h, 32, power(d)
     centroids, barrier, best = workspace(
@@ -261,7 +262,7 @@ def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: 
     )
     begun = Begun(
         centroids, torch.empty(lead, 1, d, dtype=torch.float32, device=device),
-        torch.empty(lead, c, d, dtype=points.dtype, device=device),
+        torch.empty(lead, c, d, dtype=torch.float32 if picks else points.dtype, device=device),
         torch.empty(lead, c, dtype=torch.float32, device=device), barrier, best,
     )  # fmt: skip
     launch(
