@@ -8,6 +8,7 @@ profiler's hooks, pointers that are not aligned, internals of Triton that look d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,23 +35,33 @@ class Piece:
 
     __slots__ = ("_base", "_offset", "_shape", "address", "dtype")
 
-    def __init__(self, base: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._base, self._offset, self._shape, self.dtype = base, offset, shape, dtype
-        self.address = base.data_ptr() + offset
+    def __init__(self, base: Tensor, start: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._base, self._offset, self._shape, self.dtype, self.address = base, offset, shape, dtype, start + offset
+
+    def get_device(self) -> int:
+        return self._base.get_device()
 
     def tensor(self) -> Tensor:
         size = math.prod(self._shape) * self.dtype.itemsize
         return self._base[self._offset : self._offset + size].view(self.dtype).view(self._shape)
 
 
-def workspace(device: torch.device, *wanted: tuple[Sequence[int], torch.dtype], zero: bool = False) -> list[Piece]:
+def workspace(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Piece]:
     """Many small buffers (shape, dtype) that live as long as one call, from one allocation."""
+    offsets, total = _layout(wanted)
+    base = torch.empty(total, dtype=torch.uint8, device=device)
+    start = base.data_ptr()
+    return [Piece(base, start, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, wanted, strict=True)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(wanted: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[list[int], int]:
+    """Where each buffer begins, and how many bytes there are in all."""
     offsets, total = [], 0
     for shape, dtype in wanted:
         offsets.append(total)
         total += cdiv(math.prod(shape) * dtype.itemsize, 256) * 256
-    base = (torch.zeros if zero else torch.empty)(total, dtype=torch.uint8, device=device)
-    return [Piece(base, offset, *each) for offset, each in zip(offsets, wanted, strict=True)]
+    return offsets, total
 
 
 def launch(
@@ -64,21 +75,16 @@ def launch(
     """
     if INTERPRETING or _hooks:
         return _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    device, addresses, dtypes, joined = -1, [], [], 0
-    for x in tensors:
-        if type(x) is Piece:
-            address = x.address
-        else:
-            address, device = x.data_ptr(), x.get_device()  # type: ignore[union-attr]
-        addresses.append(address)
-        dtypes.append(x.dtype)
+    addresses = [x.address if type(x) is Piece else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
+    joined, device = 0, tensors[0].get_device()
+    for address in addresses:
         joined |= address
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return _ordinary(kernel, grid, tensors, numbers, loose, flags)
     if joined % ALIGNED:
         return _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    key = (id(kernel), device, numbers, tuple(dtypes), tuple(flags.items()))
+    key = (id(kernel), device, numbers, *[x.dtype for x in tensors], *flags, *flags.values())
     plan = _plans.get(key, ())
     if plan:
         run, function, metadata, constants = plan
@@ -93,18 +99,29 @@ def launch(
         except TypeError:  # the arguments are not those that this Triton's launcher takes: nothing has been launched
             plan = _plans[key] = None
     compiled = _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    if plan is not None:  # None: looked at before, and not to be called this way
+    # None: looked at before, and not to be called this way; a tensor among the numbers is no key
+    if plan is not None and not any(isinstance(x, Tensor) for x in numbers):
         if len(_plans) >= PLANS:
             _plans.clear()
         _plans[key] = _planned(compiled, kernel, len(addresses) + len(numbers) + len(loose), flags)
     return None
 
 
+def launch_flat(kernel: Any, grid: tuple[int, ...], *args: Any, **flags: Any) -> Any:
+    """``kernel[grid](*args, **flags)``: tensors come first, then numbers."""
+    many = 0
+    for x in args:
+        if not isinstance(x, (Tensor, Piece)):
+            break
+        many += 1
+    return launch(kernel, grid, args[:many], args[many:], **flags)
+
+
 def _ordinary(
     kernel: Any, grid: tuple[int, ...], tensors: Iterable[Any], numbers: Any, loose: Any, flags: dict[str, Any]
 ) -> Any:
     plain = (x.tensor() if isinstance(x, Piece) else x for x in tensors)
-    return kernel[grid](*plain, *numbers, *loose, **flags)
+    return kernel.run(*plain, *numbers, *loose, grid=grid, warmup=False, **flags)
 
 
 def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,9 @@ from clusterattn.ops._jit import HAVE_TRITON
 from clusterattn.ops._launch import Piece, cdiv, launch, workspace
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Compiled:
@@ -31,13 +38,10 @@ class Kernel:
     def __init__(self, compiled: Any) -> None:
         self.compiled, self.ordinary = compiled, 0
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*args: Any, **flags: Any) -> Any:
-            assert not any(isinstance(x, Piece) for x in args)
-            self.ordinary += 1
-            return self.compiled
-
-        return run
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **flags: Any) -> Any:
+        assert not any(isinstance(x, Piece) for x in args)
+        self.ordinary += 1
+        return self.compiled
 
 
 @pytest.fixture
@@ -59,6 +63,24 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(cuda: None) -> N
     assert kernel.ordinary == 1
     # grid, stream, function, metadata, no hooks, addresses, numbers, and the constants in the kernel's own order
     assert launched[-1] == (2, 3, 1, 99, 7, (4, 1, 0), None, None, None, x.data_ptr(), y.address, 8, 3, True, 16)
+
+
+def test_kernels_are_launched_as_ever(cuda: None) -> None:
+    """In a process that does not interpret: what jit makes is Triton's, and its launches are planned."""
+    launched: list[tuple[Any, ...]] = []
+    kernel, x = Kernel(Compiled(launched)), torch.zeros(8)
+    for _ in range(2):
+        _launch.launch_flat(kernel, (2,), x, x, 8, 3, FLAG=True, BLOCK=16)
+    assert kernel.ordinary == 1
+    assert launched == [(2, 1, 1, 99, 7, (4, 1, 0), None, None, None, x.data_ptr(), x.data_ptr(), 8, 3, True, 16)]
+    code = (
+        "import clusterattn, triton\n"
+        "from clusterattn.ops.rows.kernels import broadcast_fwd_kernel as kernel\n"
+        "assert isinstance(kernel, triton.runtime.jit.JITFunction)\n"
+        "assert kernel[(1,)].func.__name__ == 'launch_flat'\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, cwd=ROOT)
 
 
 def test_what_decides_the_kernel_makes_another_plan(cuda: None) -> None:
@@ -107,13 +129,13 @@ def test_plans_do_not_grow_without_bound(cuda: None, monkeypatch: pytest.MonkeyP
 
 def test_a_workspace_is_one_allocation_of_aligned_pieces() -> None:
     wanted = (((3, 5), torch.int32), ((2, 2), torch.float16), ((7,), torch.int64))
-    pieces = workspace(torch.device("cpu"), *wanted, zero=True)
+    pieces = workspace(torch.device("cpu"), *wanted)
     for piece, (shape, dtype) in zip(pieces, wanted, strict=True):
         tensor = piece.tensor()
         assert tuple(tensor.shape) == shape
         assert tensor.dtype == dtype
         assert tensor.data_ptr() == piece.address
-        tensor += 1
+        tensor.fill_(1)
     assert all(bool((piece.tensor() == 1).all()) for piece in pieces)
     assert len({piece.tensor().untyped_storage().data_ptr() for piece in pieces}) == 1
     assert cdiv(7, 2) == 4

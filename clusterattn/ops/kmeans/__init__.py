@@ -137,7 +137,11 @@ _means.gradient(_give_back_means, _keep_members)
 
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
     """Expand the leading dimensions to ``lead`` and fold them into one."""
-    return None if x is None else x.expand(*lead, *x.shape[x.dim() - keep :]).flatten(0, len(lead) - 1)
+    if x is None:
+        return None
+    if x.shape[: x.dim() - keep] != lead:
+        x = x.expand(*lead, *x.shape[x.dim() - keep :])
+    return x.flatten(0, len(lead) - 1)
 
 
 def _four(points: Tensor) -> Tensor:
@@ -149,7 +153,8 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     """(b h c) without a copy where there is nothing between b and c but the heads."""
     if at is None:
         return None
-    at = at.expand(*lead, at.shape[-1])
+    if at.shape[:-1] != lead:
+        at = at.expand(*lead, at.shape[-1])
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
@@ -234,12 +239,11 @@ def farthest(
     """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
     where the pool is nearly used up."""
     lead = points.shape[:-2]
-    best: Tensor = _farthest(
+    positions: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
         serving("farthest", REFERENCE if signs else backend, points),  # codes have many ties: torch picks among them
     )  # fmt: skip
-    best = best.view(*lead, clusters)
-    return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
+    return positions.view(*lead, clusters)
 
 
 def means(

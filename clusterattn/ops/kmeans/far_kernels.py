@@ -17,10 +17,12 @@ from .train_kernels import meet, together
 
 @jit
 def far_kernel(
-    HELD, W, OFFSET, GAP, CELL, BEST, CHOSEN, BARRIER, p, c, d, programs, stretch, begin, end, phases, grown,
+    POOL_AT, HELD, W, OFFSET, GAP, CELL, BEST, CHOSEN, BARRIER, OUT,
+    p, c, d, heads, programs, stretch, begin, end, phases, spb, sph, grown,
     BR: tl.constexpr, BC: tl.constexpr, BJ: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Phases begin .. end of one head; ``grown`` points are chosen before them.
+    """Phases begin .. end of one head; ``grown`` points are chosen before them. CHOSEN (lead c): places in the pool,
+    OUT (lead c): positions.
 
     The squared distance of i and j is norm(i) + norm(j) - 2 w(i) . x(j); what start_kernel left holds all three. BEST
     (3 lead c): what each cell offers, for this phase, the next, and being wiped for the one after.
@@ -44,7 +46,10 @@ def far_kernel(
                     before = (theirs[None, :] == offer[:, None]) & (whose[None, :] < which[:, None])
                     rank += tl.sum(((theirs[None, :] > offer[:, None]) | before).to(tl.int32), 1)
                 place = tl.where(offer == 0, -1, p - (offer & 0xFFFFFFFF))  # 0: a cell of nobody
-                tl.store(CHOSEN + lead * c + grown + rank, place, mask=(which < many) & (rank < want))
+                pool = POOL_AT + (lead // heads) * spb + (lead % heads) * sph
+                slot, takes = lead * c + grown + rank, (which < many) & (rank < want)
+                tl.store(CHOSEN + slot, place, mask=takes)
+                tl.store(OUT + slot, tl.load(pool + place, mask=takes & (place >= 0), other=-1), mask=takes)
             for first in range(mine * BJ, c, programs * BJ):
                 which = first + cells
                 wiped = BEST + (((phase + 1) % 3) * leads + lead) * c + which
@@ -97,26 +102,28 @@ def far_kernel(
 
 
 def far(
-    held: Piece, w: Tensor, offset: Tensor, best: Piece, barrier: Piece, points: Tensor, p: int, c: int
+    pool_at: Tensor, held: Piece, w: Tensor, offset: Tensor, best: Piece, barrier: Piece, points: Tensor, c: int
 ) -> Tensor:
-    """What start_kernel left of a pool of p of the points -> places in it (lead c) of those that lie far apart."""
-    (b, h, _, d), device = points.shape, points.device
-    lead = b * h
-    wide = power(d)
+    """What start_kernel left of the points at pool_at (b h p) -> the positions (lead c) of those that lie far apart."""
+    (b, h, _, d), p, device = points.shape, pool_at.shape[2], points.device
+    lead, wide = b * h, power(d)
     tile = max(16, min(128, 8192 // wide))
     programs = together(cdiv(p, tile), lead, device)
     stretch = cdiv(cdiv(p, programs), tile) * tile
     programs = cdiv(p, stretch)
-    gap, cell = workspace(device, ((lead, p), torch.float32), ((lead, p), torch.int32))
-    chosen = torch.empty(lead, c, dtype=torch.int64, device=device)
+    gap, cell, chosen = workspace(
+        device, ((lead, p), torch.float32), ((lead, p), torch.int32), ((lead, c), torch.int64)
+    )
+    out = torch.empty(lead, c, dtype=torch.int64, device=device)
     sizes = growth(c)
     phases = len(sizes) + 1
     spans = [(one, one + 1) for one in range(phases)] if INTERPRETING else [(0, phases)]
     for begin, end in spans:
         launch(
-            far_kernel, (programs, lead), (held, w, offset, gap, cell, best, chosen, barrier),
-            (p, c, d, programs, stretch, begin, end, phases, sizes[begin - 1] if begin else 0),
+            far_kernel, (programs, lead), (pool_at, held, w, offset, gap, cell, best, chosen, barrier, out),
+            (p, c, d, h, programs, stretch, begin, end, phases, *pool_at.stride()[:2]),
+            (sizes[begin - 1] if begin else 0,),
             BR=tile, BC=max(16, min(64, 4096 // wide)), BJ=32 if c <= 512 else 64, BD=wide, num_warps=8, num_stages=1,
             launch_cooperative_grid=programs > 1,
         )  # fmt: skip
-    return chosen
+    return out

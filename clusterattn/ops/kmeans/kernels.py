@@ -253,7 +253,8 @@ class Begun(NamedTuple):
 
 
 def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
-    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen."""
+    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen, by distances that
+    half precision would blur."""
     (b, h, _, d), c, device = points.shape, at.shape[2], points.device
     lead, tile, wide = b * h, 32, power(d)
     centroids, barrier, best = workspace(
@@ -261,7 +262,7 @@ def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: 
     )
     begun = Begun(
         centroids, torch.empty(lead, 1, d, dtype=torch.float32, device=device),
-        torch.empty(lead, c, d, dtype=points.dtype, device=device),
+        torch.empty(lead, c, d, dtype=torch.float32 if picks else points.dtype, device=device),
         torch.empty(lead, c, dtype=torch.float32, device=device), barrier, best,
     )  # fmt: skip
     launch(
@@ -278,10 +279,10 @@ def _positions(at: Tensor) -> Tensor:
 
 
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
-    points, p = rows(points), pool_at.shape[2]
-    begun = _start(points, _positions(pool_at), _dense(form), False, clusters)
-    return far(begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, p, clusters)
+    """Of the points (b h n d) at pool_at (b h p), the positions (lead c) of those that lie far apart."""
+    points, pool_at = rows(points), _positions(pool_at)
+    begun = _start(points, pool_at, _dense(form), False, clusters)
+    return far(pool_at, begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, clusters)
 
 
 def kmeans(

@@ -153,8 +153,8 @@ def growth(clusters: int) -> list[int]:
 
 
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Of the points (b h n w) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart. -1 where
-    no cell has more to offer: the pool is nearly used up.
+    """Of the points (b h n w) at pool_at (b h p), the positions (lead c) of those that lie far apart. -1 where no cell
+    has more to offer: the pool is nearly used up.
 
     First comes the point farthest from the mean. Then, in rounds, the points are cut into cells, each around the chosen
     point that is nearest; the half of the cells that reach farthest choose their farthest point. As good as choosing
@@ -193,4 +193,4 @@ def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None
             gap = torch.minimum(gap, near)
         taken = torch.zeros(lead, n + 1, dtype=torch.bool, device=points.device)
         gap = gap.masked_fill(taken.scatter_(1, torch.where(picked < 0, n, picked), True)[:, :n], NEVER)
-    return chosen
+    return torch.where(chosen < 0, -1, pool_at.flatten(0, 1).gather(1, chosen.clamp(min=0)))
