@@ -93,6 +93,6 @@ class Improved(Clustered):
         slope = (n + m + c * parts) * d * e + c * m if self.slope else 0
         return centroids + n * keys * (d + e) + slope
 
-    def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
-        clusters = super().grouping_cost(n, m, d, e, group=group)
+    def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        clusters = super().grouping_cost(n, m, d, e, causal=causal, group=group)
         return clusters + (_grouping.parts_cost(n, m, d, e, self, group) if 1 < self.parts < m else 0)
