@@ -39,11 +39,12 @@ THEME, REHEARSAL = "gpu-bars", "gpu-rehearsal"
 # ---- the plan: what is measured, and the bar beside it --------------------------------------------
 
 C, TOP = 100, 32
+ONE_PART = {"parts": 1, "slope": False}
 QUICK_GROUPING = {"metric": "keys", "start": "random", "steps": 1, "sample": 256}
 SHORT = ca.Clustered(clusters=C, metric="euclid", start="random", steps=1)  # where even the metric costs too much
-SHORT_REFINED = ca.Refined(clusters=C, top=TOP, metric="euclid", start="random", steps=1)
+SHORT_REFINED = ca.Refined(clusters=C, top=TOP, metric="euclid", start="random", steps=1, **ONE_PART)
 CLUSTERED = ca.Clustered(clusters=C, **QUICK_GROUPING)
-REFINED = ca.Refined(clusters=C, top=TOP, **QUICK_GROUPING)
+REFINED = ca.Refined(clusters=C, top=TOP, **QUICK_GROUPING, **ONE_PART)
 IMPROVED = ca.Improved(clusters=C, top=TOP, **QUICK_GROUPING)
 RECIPE = {"metric": "hamming", "bits": 63, "steps": 10, "start": "random", "sample": None}  # the paper's
 PAPER_CLUSTERED = ca.Clustered(clusters=C, **RECIPE)

@@ -47,6 +47,7 @@ BUDGETS: dict[int, tuple[int, tuple[int, ...], dict[str, Any]]] = {
 def whole(n: int) -> list[ca.Method]:
     """For bidirectional attention over n tokens: every method at several budgets, exact attention first."""
     few, tops, look = BUDGETS[n]
+    look = {**look, "parts": 1, "slope": False}
     return [
         ca.Exact(),
         *(ca.OracleTop(top=top) for top in tops),
@@ -55,7 +56,10 @@ def whole(n: int) -> list[ca.Method]:
         ca.Improved(clusters=few, top=tops[2], steps=3),  # the paper's recipe at a cost near the bars'
         ca.Improved(clusters=2 * few, top=tops[2]),
         *(ca.Smyrf(rounds=r, q_seats=s, k_seats=s, dedup=True) for r, s in ((4, 32), (8, 32), (4, 64), (8, 64))),
-        *(ca.Refined(clusters=few, top=32, steps=5, rank=None, start=start) for start in ("random", "far")),
+        *(
+            ca.Refined(clusters=few, top=32, **{**look, "steps": 5, "rank": None}, start=start)
+            for start in ("random", "far")
+        ),
         *(ca.Refined(clusters=few, top=top, **look) for top in tops),
         ca.Refined(clusters=few, top=tops[3], start="random", **look),
         ca.Refined(clusters=2 * few, top=tops[2], **look),
@@ -64,11 +68,11 @@ def whole(n: int) -> list[ca.Method]:
 
 def blockwise(n: int) -> list[ca.Method]:
     """For causal attention. Strict unless it says centroids_from="block"."""
-    look: dict[str, Any] = {"rank": 16, "steps": 2}
+    look: dict[str, Any] = {"rank": 16, "steps": 2, "block": 256, "parts": 1, "slope": False}
     found: list[ca.Method] = [ca.Exact(), *(ca.OracleTop(top=top) for top in (32, 128, 512))]
     for source in ("block", "past"):
-        found += [ca.Clustered(clusters=32, centroids_from=source)]
-        found += [ca.Improved(clusters=32, top=top, centroids_from=source) for top in (32, 128, 512)]
+        found += [ca.Clustered(clusters=32, block=256, centroids_from=source)]
+        found += [ca.Improved(clusters=32, top=top, block=256, centroids_from=source) for top in (32, 128, 512)]
         budgets = ((32, 32), (32, 128), (16, 128), (16, 256), (16, 512), (8, 512))
         found += [ca.Refined(clusters=c, top=top, centroids_from=source, **look) for c, top in budgets]
         found += [ca.Refined(clusters=16, top=256, centroids_from=source, start="random", **look)]

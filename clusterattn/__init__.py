@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _moved
 from ._attention import attention, attention_matrix, groups
-from ._types import Attended, Buckets, Clusters, Mask, Method
+from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
 from ._version import __version__
 from .methods import (
     METHODS,
@@ -63,6 +63,7 @@ __all__ = [
     "Mask",
     "Method",
     "OracleTop",
+    "Parts",
     "Plan",
     "Refined",
     "Reformer",

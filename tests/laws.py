@@ -18,6 +18,7 @@ import clusterattn as ca
 
 _FAMILY: dict[str, Any] = {"clusters": 5, "block": 8}
 _HASHED: dict[str, Any] = {**_FAMILY, "bits": 31, "steps": 3}
+_REFINED: dict[str, Any] = {**_FAMILY, "top": 4, "steps": 2, "parts": 1, "slope": False}
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Case:
     @property
     def family(self) -> bool:
         return isinstance(self.method, (ca.Clustered, ca.Improved, ca.Refined))
+
+    @property
+    def parts(self) -> int:
+        """How many the far keys fall into."""
+        return getattr(self.method, "parts", 1)
+
+    @property
+    def slope(self) -> bool:
+        return getattr(self.method, "slope", False)
 
     def __str__(self) -> str:
         return self.name
@@ -57,9 +67,16 @@ CASES = [
     _family("improved-softmax", ca.Improved(**_HASHED, top=4, mass="softmax")),
     _family("improved-tangent", ca.Improved(**_HASHED, top=4, mass="tangent")),
     _family("improved-block", ca.Improved(**_HASHED, top=4, centroids_from="block")),
-    _family("refined", ca.Refined(**_FAMILY, top=4, steps=2)),
-    _family("refined-rank", ca.Refined(**_FAMILY, top=4, steps=2, rank=3)),
-    _family("refined-block", ca.Refined(**_FAMILY, top=4, steps=2, centroids_from="block")),
+    _family("improved-parts", ca.Improved(**_HASHED, top=4, mass="tangent", parts=3, slope=True)),
+    _family("refined", ca.Refined(**_REFINED)),
+    _family("refined-rank", ca.Refined(**_REFINED, rank=3)),
+    _family("refined-block", ca.Refined(**_REFINED, centroids_from="block")),
+    _family("refined-slope", ca.Refined(**{**_REFINED, "slope": True})),
+    _family("refined-slope-block", ca.Refined(**{**_REFINED, "slope": True}, centroids_from="block")),
+    _family("refined-parts", ca.Refined(**{**_REFINED, "parts": 6})),
+    _family("refined-both", ca.Refined(**{**_REFINED, "parts": 6, "slope": True})),
+    _family("refined-far", ca.Refined(**{**_REFINED, "parts": 4, "slope": True, "top": 0})),
+    _family("refined-sample", ca.Refined(**{**_REFINED, "parts": 4, "slope": True}, sample=12, rank=3)),
     Case(
         "smyrf",
         ca.Smyrf(rounds=2, q_seats=8, k_seats=8),
@@ -84,6 +101,11 @@ CASES = [
     Case("routing", ca.Routing(clusters=3, window=8), lambda n, m: ca.Routing(clusters=1, window=max(n, m))),
     Case("routing-auto", ca.Routing(window=8), lambda n, m: ca.Routing(window=max(n, m))),
     Case("clusterformer", ca.ClusterFormer(clusters=4), lambda n, m: ca.ClusterFormer(clusters=1)),
+    Case(
+        "clusterformer-shared",
+        ca.ClusterFormer(clusters=4, scope="shared", similarity="inner"),
+        lambda n, m: ca.ClusterFormer(clusters=1, scope="shared", similarity="inner"),
+    ),
     Case("clusterformer-auto", ca.ClusterFormer(), lambda n, m: ca.ClusterFormer(clusters=2)),
     Case(
         "clusterformer-three",
@@ -150,7 +172,7 @@ class Inputs:
         return ca.attention(*self.tensors, method=method, **self.masks, **more)
 
     def groups(self, method: Any, **more: Any) -> Any:
-        return ca.groups(self.q, self.k, method=method, **self.masks, **more)
+        return ca.groups(*self.tensors, method=method, **self.masks, **more)
 
 
 def draw(

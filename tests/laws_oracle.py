@@ -17,10 +17,17 @@ def expected_rows(
     """The weights (b h n m) and log-weights (b h n) this method must have on these groups."""
     method, q, k, seen = case.method, x.q, x.k, x.seen_when(causal)
     if case.family:
-        how = {"top": getattr(method, "top", 0), "mass": getattr(method, "mass", "tangent"), "scale": scale}
+        parts = None if groups.parts is None else groups.parts.labels
+        top, mass, slope = (
+            getattr(method, name, other) for name, other in (("top", 0), ("mass", "tangent"), ("slope", False))
+        )
+        kept = oracle.Kept(top, mass, parts, slope, scale)
         if causal:
-            return oracle.block_causal_rows(q, k, groups.labels, groups.member_of, seen, block=method.block, **how)
-        return oracle.clustered_rows(q, k, groups.labels, seen, **how)
+            lag = 1 if method.centroids_from == "past" else 0
+            return oracle.block_causal_rows(
+                q, k, groups.labels, groups.member_of, seen, kept, block=method.block, lag=lag
+            )
+        return oracle.clustered_rows(q, k, groups.labels, seen, kept)
     if isinstance(method, ca.Exact):
         return oracle.exact_rows(q, k, seen, scale)
     if isinstance(method, ca.OracleTop):

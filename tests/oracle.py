@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 NOBODY = float("-inf")
 Row = tuple[Tensor, Tensor]  # weights over all keys (m), log of the weight behind them ()
+Split = tuple[list[int], list[Row]]  # near keys, far parts
 
 
 def seen(
@@ -97,53 +99,99 @@ def centroid(q: Tensor, members: Tensor, label: int) -> Tensor:
     return q[here].mean(0) if len(here) else q.new_zeros(q.shape[-1])
 
 
-def near_and_far(query: Tensor, middle: Tensor, k: Tensor, at: list[int], top: int, mass: str, scale: float) -> Row:
-    """Eqs. 9-11 of clustered attention for one query, and the two other ways to weigh the far keys.
+@dataclass(frozen=True)
+class Kept:
+    """What a method of the family does with the keys: how many are near, how much the far ones weigh, which part each
+    key of a key head belongs to (b hk m; None: they are one), and whether the far values have a slope."""
+
+    top: int = 0
+    mass: str = "tangent"
+    parts: Tensor | None = None
+    slope: bool = False
+    scale: float | None = None
+
+
+def split(middle: Tensor, k: Tensor, at: list[int], top: int, part_of: list[int], scale: float) -> Split:
+    """The keys ``at`` as a centroid sees them: its ``top`` near ones, and the far ones part by part."""
+    coarse = scale * (k @ middle)
+    order = sorted(at, key=lambda j: (-float(coarse[j].detach()), j))
+    near, far = order[:top], sorted(order[top:])
+    parts = [[j for j in far if part_of[j] == part] for part in sorted({part_of[j] for j in far})]
+    return near, [softmax_row(coarse, part, len(k)) for part in parts]
+
+
+def near_and_far(
+    query: Tensor, middle: Tensor, k: Tensor, at: list[int], part_of: list[int], slope: Tensor | None, kept: Kept,
+    scale: float,
+) -> Row:  # fmt: skip
+    """Eqs. 9-11 of clustered attention for one query, the two other ways to weigh the far keys, and what Refined adds.
 
     The ``top`` keys of the centroid are attended exactly by the query itself; the rest keep the centroid's
     weights. cluster: the near keys share the mass the centroid gives them (the paper). softmax: the far keys
-    weigh what they weigh for the centroid. tangent: that, corrected to first order for this query.
-    Without near keys (top=0) this is clustered attention, whose log-weight is the tangent.
+    weigh what they weigh for the centroid. tangent: that, corrected to first order for this query, part by part.
+    Without near keys (top=0) and with one part this is clustered attention, whose log-weight is the tangent.
+    slope (d m): how the far weights move with the query, see ``slope_of``.
     """
-    m = len(k)
-    coarse = scale * (k @ middle)
-    order = sorted(at, key=lambda j: (-float(coarse[j].detach()), j))
-    near, far = order[:top], order[top:]
-    near_row, near_lse = softmax_row(scale * (k @ query), near, m)
-    far_row, far_lse = softmax_row(coarse, far, m)
-    if not far:
-        return near_row, near_lse
-    if top == 0 or mass == "tangent":
-        far_lse = far_lse + scale * torch.dot(query - middle, far_row @ k)
-    elif mass == "cluster":
-        far_lse = far_lse + near_lse - coarse[near].logsumexp(0)
-    if not near:
-        return far_row, far_lse
-    lse = torch.logaddexp(near_lse, far_lse)
-    return (near_lse - lse).exp() * near_row + (far_lse - lse).exp() * far_row, lse
+    near, parts = split(middle, k, at, kept.top, part_of, scale)
+    near_row = softmax_row(scale * (k @ query), near, len(k))
+    if not parts:
+        return near_row
+    far = softmax_row(k[:, 0], [], len(k))
+    for row, lse in parts:
+        if kept.mass == "cluster" and near:
+            lse = lse + near_row[1] - (scale * (k[near] @ middle)).logsumexp(0)
+        elif kept.mass == "tangent" or not near:
+            lse = lse + scale * torch.dot(query - middle, row @ k)
+        far = merge_rows(far, (row, lse))
+    row, lse = merge_rows(near_row, far)
+    if slope is not None:
+        row = row + (far[1] - lse).exp() * scale * ((query - middle) @ slope)
+    return row, lse
 
 
-def clustered_rows(
-    q: Tensor,
-    k: Tensor,
-    labels: Tensor,
-    seen: Tensor,
-    *,
-    top: int = 0,
-    mass: str = "tangent",
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def slope_of(
+    q: Tensor, k: Tensor, members: Tensor, labels: list[int], at: list[int], part_of: list[int], top: int, scale: float
+) -> Tensor:
+    """M of one head (or of one block), as weights over the keys: M = sum_l omega_l k_l v_l^T - sum_c pi_c sum_j a_cj
+    kbar_cj vbar_cj^T becomes (d m), the values taken off. Each of the ``labels`` counts by its share of the members."""
+    total = sum(int((members == label).sum()) for label in labels)
+    slope = k.new_zeros(k.shape[1], len(k))
+    for label in labels:
+        pi = int((members == label).sum()) / max(total, 1)
+        _, parts = split(centroid(q, members, label), k, at, top, part_of, scale)
+        if not parts or not pi:
+            continue
+        whole = torch.stack([lse for _, lse in parts]).logsumexp(0)
+        for row, lse in parts:
+            a = (lse - whole).exp()
+            slope = slope + pi * a * (k.mT * row - torch.outer(row @ k, row))
+    return slope
+
+
+def clustered_rows(q: Tensor, k: Tensor, labels: Tensor, seen: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
     """Every query is answered by the centroid of its label; all queries of a batch row see the same keys."""
-    k, scale = repeat_heads(k, q.shape[1]), _scale(q, scale)
+    part_of = _parts(q, k, kept)
+    k, scale = repeat_heads(k, q.shape[1]), _scale(q, kept.scale)
+    slopes: dict[tuple[int, int], Tensor] = {}
 
     def row(b: int, h: int, i: int) -> Row:
         at = seen[b, i].nonzero()[:, 0].tolist()
         if not at:
             return softmax_row(k[b, h, :, 0], [], k.shape[2])
-        middle = centroid(q[b, h], labels[b, h], int(labels[b, h, i]))
-        return near_and_far(q[b, h, i], middle, k[b, h], at, top, mass, scale)
+        mine, parts = labels[b, h], part_of[b, h].tolist()
+        if kept.slope and (b, h) not in slopes:
+            there = sorted(set(mine.tolist()) - {-1})
+            slopes[b, h] = slope_of(q[b, h], k[b, h], mine, there, at, parts, kept.top, scale)
+        middle = centroid(q[b, h], mine, int(mine[i]))
+        return near_and_far(q[b, h, i], middle, k[b, h], at, parts, slopes.get((b, h)), kept, scale)
 
     return by_row(q, k, row)
+
+
+def _parts(q: Tensor, k: Tensor, kept: Kept) -> Tensor:
+    """(b h m): the part of every key for each query head."""
+    parts = torch.zeros(*k.shape[:3], dtype=torch.int64) if kept.parts is None else kept.parts
+    return repeat_heads(parts, q.shape[1])
 
 
 def sure_choice(q: Tensor, k: Tensor, labels: Tensor, seen: Tensor, top: int, eps: float) -> Tensor:
@@ -153,7 +201,7 @@ def sure_choice(q: Tensor, k: Tensor, labels: Tensor, seen: Tensor, top: int, ep
     for b, h, i in (sure & seen.any(-1)[:, None]).nonzero().tolist():
         middle, keys = centroid(q[b, h], labels[b, h], int(labels[b, h, i])), k[b, h, seen[b, i]]
         logits = (scale * (keys @ middle)).sort(descending=True).values
-        if top < len(logits):
+        if 0 < top < len(logits):
             size = scale * float((keys.abs() @ middle.abs()).max())
             sure[b, h, i] = float(logits[top - 1] - logits[top]) > 2 * eps * size
     return sure
@@ -168,23 +216,17 @@ def merge_rows(one: Row, other: Row) -> Row:
 
 
 def block_causal_rows(
-    q: Tensor,
-    k: Tensor,
-    labels: Tensor,
-    members: Tensor,
-    seen: Tensor,
-    *,
-    block: int,
-    top: int = 0,
-    mass: str = "tangent",
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, labels: Tensor, members: Tensor, seen: Tensor, kept: Kept, *, block: int, lag: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Blocks of queries: own keys exactly, earlier keys through centroids; the first block is all exact.
 
-    ``labels`` says which centroid answers for a query, ``members`` which one it helps to form.
+    ``labels`` says which centroid answers for a query, ``members`` which one it helps to form: those of a block are
+    formed by the queries of the block ``lag`` before it.
     """
-    k, scale = repeat_heads(k, q.shape[1]), _scale(q, scale)
+    part_of = _parts(q, k, kept)
+    k, scale = repeat_heads(k, q.shape[1]), _scale(q, kept.scale)
     n, m = q.shape[2], k.shape[2]
+    slopes: dict[tuple[int, int, int], Tensor] = {}
 
     def row(b: int, h: int, i: int) -> Row:
         at = seen[b, i].nonzero()[:, 0].tolist()
@@ -196,8 +238,14 @@ def block_causal_rows(
         past = [j for j in at if j < start]
         if not past:
             return own
-        middle = centroid(q[b, h], members[b, h], int(labels[b, h, i]))
-        return merge_rows(own, near_and_far(q[b, h, i], middle, k[b, h], past, top, mass, scale))
+        mine, parts, where = members[b, h], part_of[b, h].tolist(), (b, h, i // block)
+        if kept.slope and where not in slopes:
+            first = (i // block - lag) * block
+            there = sorted(set(mine[first : first + block].tolist()) - {-1})
+            slopes[where] = slope_of(q[b, h], k[b, h], mine, there, past, parts, kept.top, scale)
+        middle = centroid(q[b, h], mine, int(labels[b, h, i]))
+        far = near_and_far(q[b, h, i], middle, k[b, h], past, parts, slopes.get(where), kept, scale)
+        return merge_rows(own, far)
 
     return by_row(q, k, row)
 

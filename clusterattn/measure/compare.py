@@ -15,6 +15,7 @@ from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Clusters, Groups, Method
 from ..methods import METHODS
+from . import cost
 from .error import exact_answer, exact_matrix, head_errors, relative_error, row_l1
 from .sample import Sample
 from .speed import interleaved, peak_memory
@@ -135,7 +136,7 @@ def compare(
 ) -> Comparison:
     """Measure. Who can not answer here is listed with the reason, the others become rows, exact first."""
     device, (b, h, n, m, d, e) = sample.q.device, sample.shape
-    exact = METHODS["exact"]()
+    at = cost.Shape(n, m, d, e, causal, h // sample.k.shape[1])
     points, skipped = _points(sample, methods, causal, sweep)
     asked = [label for label, (_, factor) in points.items() if factor == 1]
     steps = len(points) + len(asked) + len(points) * repetitions
@@ -170,7 +171,7 @@ def compare(
             "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in laid_out])
             if factor == 1
             else None,
-            "cost_share": method.cost(n, m, d, e) / max(exact.cost(n, m, d, e), 1),
+            "cost_share": cost.share(method, at),
         }
         runs[label] = run
     for label in asked:

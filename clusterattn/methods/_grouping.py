@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
 PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
+
+
+class Sizes(Protocol):
+    """What grouping the keys reads of a method."""
+
+    @property
+    def parts(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def sample(self) -> int | None: ...
+    @property
+    def start(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +92,10 @@ def main_directions(form: Tensor, rank: int, seed: draw.Seed) -> Tensor:
     return found.to(form.dtype)
 
 
+def directions_cost(d: int, rank: int) -> int:
+    return 3 * d * d * rank + 2 * d * rank * rank
+
+
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
 
 
@@ -130,6 +148,17 @@ def parts(
     return Parts(labels, count, call.ops.members(labels, count, k))
 
 
+def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
+    """Multiply-adds of ``parts`` for one query head, of which ``group`` share the keys."""
+    count, steps, train = sizes.parts, sizes.steps, min(sizes.sample or max(n, m), m)
+    rank = min(d, PART_RANK)
+    width = rank + e
+    pool = min(FAR_POOL * count, m) if sizes.start == "far" else 0
+    metric = train * (d * d + e * e) + directions_cost(d, rank) + m * d * rank
+    kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
+    return min(sizes.sample or max(n, m), n) * d * d + (metric + kmeans) // group
+
+
 def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
     """How queries differ from their centroids: the mean of (q - c)(q - c)^T over the query heads of each key head, over
     a sample of the queries, (b hk d d)."""
@@ -141,7 +170,7 @@ def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, cal
         q = q.gather(2, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, d))
         labels = torch.where(seen, labels.gather(2, at.clamp(min=0)), -1)
     apart = (wide(q) - wide(call.ops.broadcast(clusters.means.detach(), labels))) * (labels >= 0).unsqueeze(-1)
-    total = (labels >= 0).sum(-1).view(b, hk, -1).sum(-1).clamp(min=1)[..., None, None]
+    total = (labels >= 0).sum(-1).view(b, hk, h // hk).sum(-1).clamp(min=1)[..., None, None]
     return (apart.mT @ apart).view(b, hk, h // hk, d, d).sum(2) / total
 
 

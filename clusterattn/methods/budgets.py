@@ -31,5 +31,5 @@ def block(n: int, clusters: int) -> int:
 
 def fill(method: Refined, given: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """A value for every size, those that are given among them."""
-    chosen = {"clusters": 100, "top": 32, "parts": 1, "slope": False, "steps": 5, "sample": shape.n, "rank": shape.d}
+    chosen = {"clusters": 100, "top": 32, "parts": 1, "slope": False, "steps": 5}
     return {**chosen, **given}

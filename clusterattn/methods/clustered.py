@@ -191,27 +191,38 @@ class Clustered(Method):
     # ------------------------------------------------------------------ what it costs
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        if n < 1 or m < 1:
+            return 0
         filled = self.at(n, m, d, e, causal=causal, group=group)
-        if not causal:
-            return filled._grouping_cost(n, m, d) + filled._attending_cost(n, min(filled.clusters, n), m, d, e)
-        return filled._causal_cost(n, m, d, e)
+        if causal:
+            return filled._causal_cost(n, m, d, e, group)
+        attending = filled._attending_cost(n, min(filled.clusters, n), m, d, e)
+        return filled.grouping_cost(n, m, d, e, group=group) + attending
 
-    def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
-        """n queries in c clusters over m keys."""
-        return c * m * (d + e)
+    def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
+        """The part of ``cost`` that says who is alike; what is done once for a key head is shared by its query heads."""
+        if self.clusters >= n:
+            return 0
+        metric = min(self.sample or m, m) * d * d // group if self.metric == "keys" else 0
+        return metric + self._kmeans_cost(n, d) + n * self.clusters * self.width(d) + n * d
 
-    def _causal_cost(self, n: int, m: int, d: int, e: int) -> int:
-        """Blocks of queries: exact among themselves (the lower triangle), by centroids over all keys before."""
-        assert self.block is not None
-        block, before = min(self.block, n), max(m - n, 0)
-        blocks = -(-n // block)
-        own = n * (block + 1) // 2 * (d + e) + block * before * (d + e)
-        c = min(self.clusters, block)
-        far = sum(self._attending_cost(block, c, before + j * block, d, e) for j in range(1, blocks))
-        twice = 2 if self.centroids_from == "past" else 1  # those who listen are not those who formed the centroids
+    def _kmeans_cost(self, n: int, d: int) -> int:
+        """Points, starts and centres, from n queries; assigning them comes after."""
+        c, w, keys = self.clusters, self.width(d), self.metric == "keys"
+        low = keys and w < d
+        train = min(self.sample or n, n)
+        total = (self.steps - 1) * train * (c + 1) * w + self._points_cost(n, d)
+        if keys:
+            total += _grouping.directions_cost(d, w) if low else self.steps * c * d * d
+        if self.start == "far":
+            pool = min(_grouping.FAR_POOL * c, n)
+            total += pool * c * w + (pool * d * d if keys and not low else 0)
+        return total
+
+    def _points_cost(self, n: int, d: int) -> int:
+        """Queries as k-means sees them: hashed, or along a few directions."""
         w = self.width(d)
-        grouping = (blocks - 1) * (self._grouping_cost(block, block, d) + (twice - 1) * block * c * w)
-        return own + far + grouping
+        return n * d * w if self.metric == "hamming" or (self.metric == "keys" and w < d) else 0
 
     def width(self, d: int) -> int:
         """Of the points that k-means sees."""
@@ -219,20 +230,26 @@ class Clustered(Method):
             return self.bits
         return d if self.metric == "euclid" or self.rank is None else min(self.rank, d)
 
-    def _grouping_cost(self, n: int, m: int, d: int) -> int:
-        if self.clusters >= n:
-            return 0
-        w = self.width(d)
-        low = self.metric == "keys" and w < d
-        train = min(self.sample or n, n)
-        assigned = (self.steps - 1) * train + n
-        total = assigned * self.clusters * w + (self.steps - 1) * train * w + n * d
-        if self.metric == "hamming":
-            total += n * d * self.bits
-        if self.metric == "keys":
-            total += min(self.sample or m, m) * d * d
-            total += 3 * d * d * w + 2 * d * w * w + n * d * w if low else self.steps * self.clusters * d * d
-        if self.start == "far":
-            pool = min(_grouping.FAR_POOL * self.clusters, n)
-            total += pool * self.clusters * w + (pool * d * d if self.metric == "keys" and not low else 0)
+    def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
+        """n queries in c clusters over m keys."""
+        return c * m * (d + e)
+
+    def _causal_cost(self, n: int, m: int, d: int, e: int, group: int) -> int:
+        """A block attends to itself in full and to all keys before it through centroids; the first one to its whole
+        past. The covariance of the keys before a block continues that of the block before: each key enters it once."""
+        assert self.block is not None
+        block, before, past = self.block, m - n, self.centroids_from == "past"
+        c = min(self.clusters, block)
+        total = min(n, block) * max(before, 0) * (d + e)
+        for start in range(0, n, block):
+            size, keys = min(block, n - start), before + start
+            total += size * size * (d + e)
+            if start == 0 or keys < 1:
+                continue
+            total += self._attending_cost(size, c, keys, d, e) + self._kmeans_cost(block if past else size, d)
+            total += size * (c * self.width(d) + d)
+            if past:  # those who formed the centroids are assigned as well as those who listen
+                total += block * c * self.width(d) + self._points_cost(size, d)
+        if self.metric == "keys" and n > block:
+            total += max(before + (n - 1) // block * block, 0) * d * d // group
         return total

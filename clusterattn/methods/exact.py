@@ -67,4 +67,12 @@ class Exact(Method):
         return lse if blind is None else lse.masked_fill(blind.squeeze(-1), NEVER)
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
-        return n * m * (d + e)
+        return pairs(n, m, causal) * (d + e)
+
+
+def pairs(n: int, m: int, causal: bool) -> int:
+    """How many a causal mask leaves: the last query stands beside the last key."""
+    if not causal:
+        return n * m
+    few = min(n, m)
+    return n * max(m - n, 0) + few * (few + 1) // 2

@@ -52,6 +52,11 @@ class Improved(Clustered):
             wanted = f'{who}(parts=…, slope=… or top=0) with mass="tangent"'
             raise bad_value(wanted, got, 'mass="tangent", or ca.Refined')
 
+    @property
+    def causality(self) -> str:  # type: ignore[override]
+        """Parts are made of all keys, later ones among them: they serve no causal call."""
+        return super().causality if self.parts is None or self.parts == 1 else "no"
+
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         clusters, _ = super().group(q, k, call)
         if self.parts == 1:
@@ -81,18 +86,12 @@ class Improved(Clustered):
         return (by_block / by_block.sum(-1, keepdim=True).clamp(min=1)).flatten(-2)
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
-        tangent = self.mass == "tangent"
-        keys = min(self.top, m) + (self.mass != "cluster") * min(self.parts, m)
+        parts, tangent = min(self.parts, m), self.mass == "tangent"
         centroids = c * m * (d + e + (d if tangent else 0))
-        slope = (n + m + c * min(self.parts, m)) * d * e if self.slope else 0
-        return centroids + n * keys * (d + e) + slope + self._parts_cost(n, c, m, d, e)
+        keys = min(self.top, m) + (0 if self.mass == "cluster" else parts)
+        slope = (n + m + c * parts) * d * e + c * m if self.slope else 0
+        return centroids + n * keys * (d + e) + slope
 
-    def _parts_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
-        """Grouping the keys beside their values."""
-        if self.parts == 1 or self.parts >= m:
-            return 0
-        train = min(self.sample or m, m)
-        assigned = (self.steps - 1) * train + m
-        metric = min(self.sample or n, n) * d * d + train * (d * d + e * e)
-        pool = min(_grouping.FAR_POOL * self.parts, m) if self.start == "far" else 0
-        return metric + (assigned + pool) * self.parts * (d + e) + (self.steps * self.parts + pool) * (d + e) ** 2
+    def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
+        clusters = super().grouping_cost(n, m, d, e, group=group)
+        return clusters + (_grouping.parts_cost(n, m, d, e, self, group) if 1 < self.parts < m else 0)

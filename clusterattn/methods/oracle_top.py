@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._errors import check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
+from .exact import pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,4 +33,4 @@ class OracleTop(Method):
         return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
-        return n * m * d + n * min(self.top, m) * (d + e)
+        return pairs(n, m, causal) * d + n * min(self.top, m) * (d + e)

@@ -12,7 +12,7 @@ from .improved import Improved
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SIZES = ("clusters", "top", "parts", "slope", "steps", "sample", "rank")
+SIZES = ("clusters", "top", "parts", "slope", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class Refined(Improved):
                     matrix M per head
 
     Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)``;
-    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included.
+    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included. ``steps``, ``sample``
+    and ``rank``, the effort of the grouping, are chosen together: with steps given, the others mean all when left out.
     """
 
     name: ClassVar[str] = "refined"

@@ -23,7 +23,7 @@ from clusterattn.measure.reading import spread as evenly
 from ..models.pretrained import encoder, tiny, tokenizer
 from ..tasks.files import folder_of
 from ..tasks.glue import INVENTED, weights_of
-from ._experiment import Cell, Context, Experiment, Table, chosen, spread
+from ._experiment import Cell, Context, Experiment, Table, chosen, pinned, spread
 
 FULL = "full"
 LEAST = 4  # decades of weight that a map holds: anything below 10⁻⁴ is drawn as that
@@ -68,7 +68,7 @@ class Looked(NamedTuple):
 
     def weights(self, method: str) -> Tensor:
         """(h asking n)"""
-        found = attention_matrix(self.q, self.k, method=method, scale=self.scale, backend="reference")
+        found = attention_matrix(self.q, self.k, method=pinned(method), scale=self.scale, backend="reference")
         return found[0][:, self.asking].float()
 
 

@@ -17,7 +17,7 @@ from ..tasks import batches, order
 from ..tasks.glue import PIECES, Glue, answers, opened
 from ..train import Fitted, Settings, fit
 from ..train.loop import moved
-from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, pinned, spread
 
 EXACT = "full"
 
@@ -63,7 +63,7 @@ def fine_tuned(task: Glue, method: MethodSpec, tuning: Tuning, seed: int, contex
     torch.manual_seed(seed)
     return fit(
         task,
-        task.model(method, pool=tuning.pool),
+        task.model(pinned(method), pool=tuning.pool),
         tuning.settings(task, seed),
         folder=context.work,
         device=context.device,
@@ -280,7 +280,7 @@ def approximated(
     exact = None
     for name, method in methods.items():
         context.tick(f"judging {name}", len(methods), len(rows))
-        with answering_with(fitted.model, method):  # type: ignore[arg-type]
+        with answering_with(fitted.model, pinned(method)):  # type: ignore[arg-type]
             each = (moved(tensors, context.device) for tensors in batches(task, "test", batch))
             logits, labels = answers(fitted.model, each)
         exact = logits if exact is None else exact

@@ -18,7 +18,7 @@ from ..tasks import glue
 from ..tasks.files import folder_of
 from ..tasks.masked import FineTuning, Masked, published
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, Table, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Experiment, Table, beside, chosen, lead, pinned, spread
 from ._texts import against_paper
 
 # GLUE dev, as printed: BERT-small and the pretrained ClusterFormer
@@ -92,7 +92,7 @@ class Table8(Experiment):
         documents = invented() if config.invented else published(context.data)
         task = Masked(documents, vocabulary=config.vocabulary, length=config.length)
         torch.manual_seed(seed)
-        model = task.model(cell.settings["spec"], dim=config.dim, heads=config.heads, layers=config.layers)
+        model = task.model(pinned(cell.settings["spec"]), dim=config.dim, heads=config.heads, layers=config.layers)
         rows: list[Row] = []
         if cell.settings["pretrained"]:
             settings = Settings(

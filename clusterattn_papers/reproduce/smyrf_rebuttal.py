@@ -16,10 +16,9 @@ from clusterattn.measure.bench import PASSES, pass_of, pass_through
 from clusterattn.measure.error import exact_answer, relative_error
 from clusterattn.measure.sample import Sample
 from clusterattn.measure.speed import Run, first_line, peak_memory, timed
-from clusterattn.methods import method as as_method
 
 from ..tasks.glue import PIECES, opened
-from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, spread
+from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, pinned, spread
 from .clustered_table4 import Tuning, approximated, fine_tuned
 
 FULL = "full"
@@ -432,7 +431,7 @@ def picture_like(config: Block, sharpness: float, seed: int = 0) -> Sample:
 def run_of(name: str, sample: Sample, config: Block, backward: bool) -> Run:
     """One call, ready to be timed. The two exact ones take the same q, k, v."""
     if name in config.methods:
-        return pass_of(sample, as_method(config.methods[name]), backward=backward)
+        return pass_of(sample, pinned(config.methods[name]), backward=backward)
     scale = sample.q.shape[-1] ** -0.5
 
     def answer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from laws import BY_NAME, Case, close, draw, gradients, kinds, over, padded
 from laws_oracle import expected, expected_rows
 
 import clusterattn as ca
+from clusterattn.ops import draw as draws
 
 
 @over()
@@ -54,7 +55,9 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
     if case.family:
         method = dataclasses.replace(method, clusters=data.draw(st.integers(1, 5)), block=data.draw(st.integers(1, 6)))
     if case.family and "clustered" not in case.name:
-        method = dataclasses.replace(method, top=data.draw(st.integers(1, 5)))
+        method = dataclasses.replace(method, top=data.draw(st.integers(0 if case.method.mass == "tangent" else 1, 5)))
+    if case.parts > 1:
+        method = dataclasses.replace(method, parts=data.draw(st.integers(2, 6)))
     case = dataclasses.replace(case, method=method)
     groups = x.groups(method, causal=causal, seed=data.draw(st.integers(0, 3)))
     out, lse = x.attend(method, causal=causal, groups=groups, return_lse=True)
@@ -78,7 +81,7 @@ def test_any_shape_any_mask(case: Case, data: st.DataObject) -> None:
 def test_the_matrix_is_what_is_applied(case: Case) -> None:
     for causal in kinds(case):
         x = padded(draw(case, h=2, hk=1, n=21, m=26), "holes")
-        rows = ca.attention_matrix(x.q, x.k, method=case.method, causal=causal, **x.masks)
+        rows = ca.attention_matrix(*x.tensors, method=case.method, causal=causal, **x.masks)
         close(rows, expected_rows(case, x, x.groups(case.method, causal=causal), causal)[0])
         close(rows @ x.v, x.attend(case.method, causal=causal))
         assert (rows[~x.seen_when(causal)[:, None].expand_as(rows)] == 0).all()
@@ -93,6 +96,7 @@ def test_the_matrix_is_what_is_applied(case: Case) -> None:
 def test_gradcheck_with_groups_given(case: Case) -> None:
     for causal in kinds(case):
         method = dataclasses.replace(case.method, block=3, clusters=2) if case.family else case.method
+        method = dataclasses.replace(method, parts=2, top=min(method.top, 2)) if case.parts > 1 else method
         x = draw(case, b=1, h=2, hk=1, n=5, m=6, d=2, e=2)
         x = dataclasses.replace(x, key_mask=torch.arange(x.k.shape[2])[None] != 2).leaves()
         groups = x.groups(method, causal=causal)
@@ -137,7 +141,7 @@ def test_groups_carry_no_gradient_into_labels_but_means_follow_the_queries() -> 
 def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
     x = draw(case)
     x = x if mask == "all" else padded(x, mask)
-    for causal in (False, True):
+    for causal in kinds(case):
         g = x.groups(case.method, causal=causal)
         b, h, n = g.labels.shape
         for bi in range(b):
@@ -153,6 +157,38 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
         if not causal:
             assert torch.equal(g.labels >= 0, valid[:, None].expand_as(g.labels))
             assert torch.equal(g.labels, g.member_of)
+            assert (g.parts is None) == (case.parts == 1)
+        if g.parts is not None:  # of the keys of a key head: every real one is in a part
+            real = x.key_mask if x.key_mask is not None else torch.ones(b, 29, dtype=torch.bool)
+            assert g.parts.count == case.parts
+            assert g.parts.labels.shape == (2, 2, 29)
+            assert torch.equal(g.parts.labels >= 0, real[:, None].expand(2, 2, 29))
+            assert (g.parts.labels < g.parts.count).all()
+
+
+@pytest.mark.parametrize(("metric", "clusters", "n"), [("hamming", 6, 300), ("euclid", 9, 1500)])
+def test_ten_steps_are_nine_updates_and_an_assignment(metric: str, clusters: int, n: int) -> None:
+    """``steps`` counts assignments, the first to the starts, the last one of everybody; between two of them centres
+    move once. The old code moves them after every assignment, ten times."""
+    x = draw(n=n, m=20, seed=2)
+    method = ca.Clustered(clusters=clusters, metric=metric, bits=31, steps=1)
+    planes = draws.normal((31, x.q.shape[-1] + 1), 0, draws.STREAM_PLANES, x.q.device)[:, :-1].double()
+    points = torch.where(x.q @ planes.T > 0, 1.0, -1.0).double() if metric == "hamming" else x.q
+    labels = x.groups(method).labels
+    seen = [labels]
+    for _ in range(10):
+        one_hot = torch.nn.functional.one_hot(labels, clusters).double().mT
+        assert bool((one_hot.sum(-1) > 0).all())  # an empty cluster would keep its place
+        centres = one_hot @ points
+        centres = torch.where(centres > 0, 1.0, -1.0).double() if metric == "hamming" else \
+            centres / one_hot.sum(-1, keepdim=True)  # fmt: skip
+        labels = torch.cdist(points, centres).argmin(-1)
+        seen.append(labels)
+    for updates, wanted in enumerate(seen):
+        got = x.groups(dataclasses.replace(method, steps=updates + 1)).labels
+        assert torch.equal(got, wanted), updates
+    if metric == "euclid":
+        assert not torch.equal(seen[9], seen[10])  # here a tenth update would not be the same
 
 
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
@@ -227,7 +263,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
     g = torch.Generator().manual_seed(8)
     points = torch.randn(2, 22, 7, generator=g, dtype=torch.float64).requires_grad_()
     start = torch.randn(clusters, 7, generator=g, dtype=torch.float64).requires_grad_()
-    method = ca.ClusterFormer(clusters=clusters, blocks=blocks)
+    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner", trains="all")
     asked = {"points": points, "state": start}
     _, state = x.attend(method, **asked, return_state=True)
     buckets = x.groups(method, **asked)
@@ -252,7 +288,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
 def test_clusterformer_hands_its_centroids_on() -> None:
     """A second layer takes the first one's, which are per example; the word-normalised share decides."""
     x = draw(n=22, m=22)
-    method = ca.ClusterFormer(clusters=4)
+    method = ca.ClusterFormer(clusters=4, scope="shared", similarity="inner")
     _, first = x.attend(method, return_state=True)
     assert first.centroids.shape[:2] == (2, 4)
     out, second = x.attend(method, state=first, return_state=True)

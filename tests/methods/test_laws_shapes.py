@@ -28,8 +28,8 @@ def test_any_lengths(case: Case, n: int) -> None:
             assert out.isfinite().all()
             if case.name != "local" or n == m:  # whose window may lie where no key is
                 assert torch.equal(lse.isfinite(), x.seen_when(causal).any(-1)[:, None].expand_as(lse))
-            if not causal:
-                # An average of the values: never outside their range.
+            if not causal and not case.slope:
+                # An average of the values: never outside their range. (With a slope weights may be negative.)
                 out = torch.where((lse == float("-inf"))[..., None], x.v[:, :, :1], out)
                 not_above(out, x.v.amax(2, keepdim=True).expand_as(out))
                 not_above(x.v.amin(2, keepdim=True).expand_as(out), out)
@@ -50,11 +50,17 @@ def test_the_papers_defaults_serve_short_inputs(case: Case) -> None:
 
 @over()
 def test_grouped_heads_equal_repeated_ones(case: Case) -> None:
+    """Parts are made once for the query heads of a key head, so they are given."""
     x = padded(draw(case, h=6, hk=2, m=33), "holes")
     repeated = dataclasses.replace(x, k=x.k.repeat_interleave(3, 1), v=x.v.repeat_interleave(3, 1))
     for causal in laws.kinds(case):
-        got = x.attend(case.method, causal=causal, return_lse=True)
-        close(got, repeated.attend(case.method, causal=causal, return_lse=True))
+        groups = same = None
+        if case.parts > 1:
+            groups = x.groups(case.method)
+            parts = dataclasses.replace(groups.parts, labels=groups.parts.labels.repeat_interleave(3, 1))
+            same = dataclasses.replace(groups, parts=parts)
+        got = x.attend(case.method, causal=causal, groups=groups, return_lse=True)
+        close(got, repeated.attend(case.method, causal=causal, groups=same, return_lse=True))
 
 
 @over()
@@ -134,11 +140,18 @@ def test_cost_counts_and_exact_is_the_yardstick(case: Case) -> None:
 
 @over(where=lambda case: case.family or case.name in ("exact", "oracle_top", "smyrf", "smyrf-e2lsh", "smyrf-dedup"))
 def test_permuting_the_keys_changes_nothing(case: Case) -> None:
-    """Methods in which positions play no part. (They break ties between cross-polytope hashes.)"""
+    """Methods in which positions play no part. (They break ties between cross-polytope hashes; and where keys are drawn
+    to form parts, they decide who is: then with the groups given.)"""
     x = padded(draw(n=24, m=31), "holes")
     order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
     moved = dataclasses.replace(x, k=x.k[:, :, order], v=x.v[:, :, order], key_mask=x.key_mask[:, order])
-    close(moved.attend(case.method, return_lse=True), x.attend(case.method, return_lse=True))
+    groups = moved_groups = None
+    if case.parts > 1:
+        groups = x.groups(case.method)
+        parts = dataclasses.replace(groups.parts, labels=groups.parts.labels[..., order])
+        moved_groups = dataclasses.replace(groups, parts=parts)
+    wanted = x.attend(case.method, groups=groups, return_lse=True)
+    close(moved.attend(case.method, groups=moved_groups, return_lse=True), wanted)
 
 
 @over(laws.CROSS, where=lambda case: case.method.groups_type is not None and case.name != "local")
@@ -187,8 +200,12 @@ def test_half_precision_is_as_good_as_plain_half_precision(case: Case, dtype: to
     rows = torch.ones_like(got[1], dtype=torch.bool)
     if case.family and hasattr(case.method, "top"):
         # A near key that rounding may exchange for an equally good one is a choice, not an error.
-        rows = oracle.sure_choice(*x.to(torch.float64).tensors[:2], groups.labels, x.seen, 4, torch.finfo(dtype).eps)
+        top, eps = case.method.top, torch.finfo(dtype).eps
+        rows = oracle.sure_choice(*x.to(torch.float64).tensors[:2], groups.labels, x.seen, top, eps)
         assert rows.double().mean() > 0.5
+        if case.slope:  # and one that enters or leaves the far keys moves the slope of its head
+            rows &= rows.all(-1, keepdim=True)
+            assert rows.any()
     for fast, slow, right in zip(got, plain, truth, strict=True):
         as_good_as(fast[rows], slow[rows], right[rows])
 

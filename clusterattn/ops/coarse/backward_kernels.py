@@ -277,7 +277,8 @@ def backward(
     )  # fmt: skip
     shared = (c, k, v, keys.keep_or(c), found.bits, keys.first_or(c), dy, dm, delta, base2, near2, dn)
     sizes = (
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words, parts,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words,
+        parts,
     )  # fmt: skip
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
     flags = {

@@ -103,10 +103,10 @@ def _seated(k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | Non
         return Keys(k, v, None if key_mask is None else key_mask.repeat_interleave(hk, 0), None, None, 1)
     seats = max(8, min(64, 1 << (m // (2 * parts)).bit_length()))
     table, first = tables.tiles(part_of, parts, seats)
-    if k.device.type == "cpu":  # how many tiles are used is known here without waiting: the spare ones go
+    if k.device.type == "cpu" and b * hk:  # how many tiles are used is known here without waiting: the spare ones go
         table = table[:, :, : max(1, int(first[..., -1].max()))]
     of_tile = tables.family_of(first, table.shape[2]).flatten(0, 1)
-    at = table.reshape(b * hk, -1)
+    at = table.flatten(2).flatten(0, 1)
     rows = (at.clamp(min=0) + torch.arange(b * hk, device=k.device).unsqueeze(-1) * m).reshape(-1)
 
     def moved(x: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     for first in range(0, parts, BP):
         mask = (first + part < parts)[:, None] & here[None, :]
-        lse = tl.load(LSE + (lead * parts + first + part)[:, None] * rows + row[None, :], mask=mask, other=float("-inf"))
+        at = (lead * parts + first + part)[:, None] * rows + row[None, :]
+        lse = tl.load(LSE + at, mask=mask, other=float("-inf"))
         new = tl.maximum(highest, tl.max(lse, 0))
         level = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(lse - level[None, :]), 0)
@@ -107,7 +108,8 @@ def slope_kernel(
             total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
     else:
         size = end - begin
-        for start in range((split - of_keys) * row_stretch, tl.minimum((split - of_keys + 1) * row_stretch, parts * size), BM):
+        low = (split - of_keys) * row_stretch
+        for start in range(low, tl.minimum(low + row_stretch, parts * size), BM):
             place = start + tile
             there = place < parts * size
             row = begin + place % size

@@ -90,8 +90,8 @@ def fine_bwd_q_kernel(
             DQ + row[:, None] * d + dims[None, :], dq.to(DQ.dtype.element_ty),
             mask=real[:, None] & (dims < d)[None, :],
         )  # fmt: skip
-    if HAS_SLOPE:  # a flag of the compiler's, the other is not
-        if listed:  # noqa: SIM102
+    if HAS_SLOPE:  # noqa: SIM102  (a flag of the compiler's, the other is not)
+        if listed:
             tl.store(D_C + (cluster * splits + split) * d + dims, d_c, mask=dims < d)
 
 

@@ -53,7 +53,7 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     (b, h, n, d), (c, t) = q.shape, offer.keys.shape[2:4]
     seats = _tile(n, c)
     table, first = tables.tiles(labels, c, seats)
-    if q.device.type == "cpu":  # how many tiles are used is known here without waiting: the spare ones go
+    if q.device.type == "cpu" and b * h:  # how many tiles are used is known here without waiting: the spare ones go
         table = table[:, :, : max(1, int(first[..., -1].max()))]
     lead, g = b * h, table.shape[2]
     head = torch.arange(lead, device=q.device).view(lead, 1)
@@ -136,7 +136,7 @@ def backward(
     for p in _pieces(q, labels, offer, scale):
         real = p.real.unsqueeze(-1)
         dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
-        weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).exp_().mul_(real)
+        weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER).exp_()
         ds = torch.bmm(dy, p.values.mT)
         d_apart = None
         if offer.slope is not None and d_slope is not None and d_c is not None:

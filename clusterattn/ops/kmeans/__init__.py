@@ -232,7 +232,7 @@ def farthest(
     signs: bool = False, form: Tensor | None = None, backend: str = "reference",
 ) -> Tensor:  # fmt: skip
     """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
-    once the pool is used up."""
+    where the pool is nearly used up."""
     lead = points.shape[:-2]
     best: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
