@@ -50,8 +50,12 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            x_ = wide(x) if self.centre is None else wide(x) - self.centre
-            return (x_ @ self.view).to(x.dtype)
+            # The centre is taken off before the product is rounded.
+            view, rows = self.view.to(x.dtype), x.flatten(0, -3)
+            offset = -(self.centre.to(x.dtype) @ view) if self.centre is not None else x.new_zeros(())
+            seen = torch.baddbmm(offset.expand(*x.shape[:-2], 1, view.shape[-1]).flatten(0, -3), rows,
+                                 view.expand(*x.shape[:-2], *view.shape[-2:]).flatten(0, -3))  # fmt: skip
+            return seen.view(*x.shape[:-1], view.shape[-1])
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
@@ -136,10 +140,7 @@ def parts(
     view = differences(q, clusters, hk, call).mT  # (b hk d r)
     view = view / spread((wide(rows_at(k, few)) - key_centre) @ view, few)
     shrink = spread(wide(rows_at(v, few)) - value_centre, few)
-    view = view.to(k.dtype)
-    seen = torch.baddbmm(-(key_centre.to(k.dtype) @ view).flatten(0, 1), k.flatten(0, 1), view.flatten(0, 1))
-    values = (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)
-    points = torch.cat([seen.view(b, hk, m, -1), values], -1)
+    points = call.ops.beside(k, v, view, key_centre, value_centre, shrink)
     found = centres(points, real, count, steps, start, sample, Space("euclid", None, None, None), call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:
