@@ -17,8 +17,8 @@ from ._reference import BY_TORCH
 from ._triton import TRITON
 
 __all__ = [
-    "VERBS", "Backend", "Ops", "Served", "add", "beside", "bucketed", "choose", "coarse", "draw", "fine", "hashing", "kmeans",
-    "members", "merge", "rows", "tables", "verbs",
+    "VERBS", "Backend", "Ops", "Served", "add", "beside", "bucketed", "choose", "coarse", "draw", "fine", "hashing",
+    "kmeans", "members", "merge", "rows", "tables", "verbs",
 ]  # fmt: skip
 
 # Each keeps the contract written in its folder, whichever backend serves it.

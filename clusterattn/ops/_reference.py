@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._backends import REFERENCE, Backend, Served
+from .beside import reference as beside_reference
 from .bucketed import reference as bucketed_reference
 from .coarse import reference as coarse_reference
 from .kmeans import reference as kmeans_reference
@@ -30,6 +31,7 @@ def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
 BY_TORCH = Backend(
     REFERENCE,
     {
+        "beside": Served(_can, beside_reference.beside),
         "bucketed": Served(_can, bucketed_reference.forward, bucketed_reference.backward),
         "coarse": Served(_can, _coarse, _coarse_backward),
         "covariance": Served(_can, kmeans_reference.covariance),

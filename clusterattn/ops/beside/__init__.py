@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import _backends
@@ -10,28 +9,29 @@ from .._op import op
 
 
 @op("beside")
-def _beside(k: Tensor, v: Tensor, view: Tensor, key_centre: Tensor, value_centre: Tensor, shrink: Tensor) -> Tensor:
-    found: Tensor = _backends.function("beside", "triton")(k, v, view, key_centre, value_centre, shrink)
-    return found
+def _beside(
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, backend: str
+) -> Tensor:
+    points: Tensor = _backends.function("beside", backend)(q, k, v, means, labels, queries_at, keys_at)
+    return points
 
 
 @_beside.fake
-def _(k: Tensor, v: Tensor, view: Tensor, key_centre: Tensor, value_centre: Tensor, shrink: Tensor) -> Tensor:
-    return k.new_empty((*k.shape[:3], view.shape[3] + v.shape[3]))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, backend: str
+) -> Tensor:
+    seen = queries_at.shape[2] * (q.shape[1] // k.shape[1])
+    return k.new_empty((*k.shape[:3], seen + v.shape[3]))
 
 
 def beside(
-    k: Tensor, v: Tensor, view: Tensor, key_centre: Tensor, value_centre: Tensor, shrink: Tensor, *,
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, *,
     backend: str = "reference",
 ) -> Tensor:  # fmt: skip
-    """``[(k - its centre) view, (v - its centre) / shrink]``: k (b hk m d), v (b hk m e), view (b hk d r), centres
-    (b hk 1 ...), shrink (b hk 1 1) -> (b hk m r+e), in the dtype of k. Without gradient."""
-    if _backends.serving("beside", backend, k, v, view) != _backends.REFERENCE:
-        points: Tensor = _beside(k, v, view, key_centre, value_centre, shrink)
-        return points
-    b, hk, m, _ = k.shape
-    view = view.to(k.dtype)
-    # the centre is taken off before the product is rounded
-    offset = -(key_centre.to(k.dtype) @ view).flatten(0, 1)
-    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, -1)
-    return torch.cat([seen, (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)], -1)
+    """Points (b hk m r+e) in the dtype of k: products of the keys k (b hk m d) with differences of the queries at
+    queries_at (b h s) from the means (b h c d) of their clusters (labels, b h n), r of them over the query heads of a
+    key head; and the values v (b hk m e). Either side has a spread of one over the keys at keys_at (b hk s); positions
+    of -1 are nobody's. Without gradient."""
+    name = _backends.serving("beside", backend, k, v, queries_at)
+    points: Tensor = _beside(q, k, v, means, labels, queries_at, keys_at, name)
+    return points

@@ -26,7 +26,6 @@ from .. import tables
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
 
-
 SLOPE_CLUSTERS = 64  # of a block make its slope: an average that more of them do not change
 
 

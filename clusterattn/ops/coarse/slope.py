@@ -9,7 +9,7 @@ keys with the weight omega and virtual keys with the weight -pi a; programs shar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ def slope_kernel(
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
 
 
-def _sizes(keys: Arranged) -> dict[str, int]:
+def _sizes(keys: Arranged) -> dict[str, Any]:
     d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
     room = (d + e) * keys.k.element_size()
     return {"BM": 64 if room <= 512 else 32, "BD": d, "BE": e}
@@ -161,7 +161,8 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         slope_kernel, (of_keys + of_rows, blocks, lead),
         (c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
-        SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
+        SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
+        *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
         BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
