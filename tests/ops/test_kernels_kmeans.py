@@ -38,9 +38,13 @@ def positions(b: int, h: int, n: int, many: int, holes: int = 0) -> torch.Tensor
 SIZES = [(150, 16, 7, None), (300, 20, 70, 200), (200, 64, 40, None), (180, 80, 9, 128)]
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["one-launch", "stages"])
 @pytest.mark.parametrize("kind", ["euclid", "keys", "signs"])
 @pytest.mark.parametrize(("n", "d", "c", "sample"), SIZES)
-def test_training_is_that_of_the_reference(n: int, d: int, c: int, sample: int | None, kind: str) -> None:
+def test_training_is_that_of_the_reference(
+    n: int, d: int, c: int, sample: int | None, kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "TOGETHER", 1 << 30 if together else 0)
     x = points(1, 2, n, d)
     if kind == "signs":
         x = torch.where(x > 5, 1.0, -1.0)

@@ -242,3 +242,22 @@ def train(
             BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=8, num_stages=1,
             launch_cooperative_grid=programs > 1,
         )  # fmt: skip
+
+
+def move(
+    points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Piece, w: Tensor,
+    offset: Tensor, barrier: Tensor | Piece, sums: Tensor, counts: Tensor, signs: bool,
+) -> None:  # fmt: skip
+    """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) that were made elsewhere."""
+    (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
+    tensors = (
+        points, start_at, start_at, points, points if form is None else form, origin, centroids, w, offset, barrier,
+        sums, counts, barrier,
+    )  # fmt: skip
+    strides = (*points.stride()[:3], *start_at.stride()[:2], 0, 0)
+    launch(
+        train_kernel, (cdiv(c, STRIP), b * h), tensors, (n, d, c, n, h, splits, n, STRIP, 1, 2, *strides),
+        HAS_AT=False, HAS_VALID=False, HAS_FORM=form is not None, SIGNS=signs, ONE_BLOCK=True, BN=16, BC=16,
+        BS=min(4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
