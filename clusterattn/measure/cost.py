@@ -10,6 +10,8 @@ from .._types import Method
 from ..methods import Exact
 from ..methods.budgets import Shape
 
+__all__ = ["Shape", "multiply_adds", "of_layer", "shapes", "share"]
+
 
 def multiply_adds(method: Method, at: Shape) -> int:
     """Of one query head."""

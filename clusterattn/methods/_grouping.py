@@ -16,7 +16,8 @@ from ..ops.kmeans import Centres
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
-PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
+DIRECTIONS = 32  # keys are compared by their products with so many differences of queries from their centroids
+SPREAD_SAMPLE = 1024  # keys that tell how far keys and values spread
 
 
 class Sizes(Protocol):
@@ -124,23 +125,22 @@ def parts(
 ) -> Parts:
     """The keys (b hk m d) beside their values, by k-means: alike are keys whose products with the queries' differences
     from their centroids are alike, and values that are. Either side is scaled to a spread of one."""
-    b, hk, m, d = k.shape
+    b, hk, m, _ = k.shape
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
         return Parts(each, count, call.ops.members(each, count, k))
-    metric = residual_covariance(q, clusters, hk, sample, call)
-    at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
-    of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
-    tiny = torch.finfo(metric.dtype).tiny
-    key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
-    value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
-    # Without an offset that all share: it says nothing about who is alike and cost digits in half precision.
-    k_, v_ = wide(k) - first_row(k, real), wide(v) - first_row(v, real)
-    points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
-    where = Space("euclid", None, None, None)
-    found = centres(points, real, count, steps, start, sample, where, call, KEYS)
+    few = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
+    # Less an offset that all share: it says nothing about who is alike, and costs digits in half precision.
+    key_centre, value_centre = first_row(k, real), first_row(v, real)
+    view = differences(q, clusters, hk, call).mT  # (b hk d r)
+    view = view / spread((wide(rows_at(k, few)) - key_centre) @ view, few)
+    shrink = spread(wide(rows_at(v, few)) - value_centre, few)
+    view = view.to(k.dtype)
+    seen = torch.baddbmm(-(key_centre.to(k.dtype) @ view).flatten(0, 1), k.flatten(0, 1), view.flatten(0, 1))
+    values = (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)
+    points = torch.cat([seen.view(b, hk, m, -1), values], -1)
+    found = centres(points, real, count, steps, start, sample, Space("euclid", None, None, None), call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:
         labels = torch.where(real, labels, -1)
@@ -151,27 +151,37 @@ def parts(
 def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
     """Multiply-adds of ``parts`` for one query head, of which ``group`` share the keys."""
     count, steps, train = sizes.parts, sizes.steps, min(sizes.sample or max(n, m), m)
-    rank = min(d, PART_RANK)
-    width = rank + e
+    width = DIRECTIONS + e
     pool = min(FAR_POOL * count, m) if sizes.start == "far" else 0
-    metric = train * (d * d + e * e) + directions_cost(d, rank) + m * d * rank
+    seen = (m + min(SPREAD_SAMPLE, m)) * d * DIRECTIONS
     kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
-    return min(sizes.sample or max(n, m), n) * d * d + (metric + kmeans) // group
+    return (seen + kmeans) // group
 
 
-def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
-    """How queries differ from their centroids: the mean of (q - c)(q - c)^T over the query heads of each key head, over
-    a sample of the queries, (b hk d d)."""
-    (b, h, n, d), labels = q.shape, clusters.labels
-    if sample < n:
-        real = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
-        at = draw.positions(real, q, n, call.seed, draw.STREAM_RESIDUALS, sample)
-        seen = at >= 0
-        q = q.gather(2, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, d))
-        labels = torch.where(seen, labels.gather(2, at.clamp(min=0)), -1)
-    apart = (wide(q) - wide(call.ops.broadcast(clusters.means.detach(), labels))) * (labels >= 0).unsqueeze(-1)
-    total = (labels >= 0).sum(-1).view(b, hk, h // hk).sum(-1).clamp(min=1)[..., None, None]
-    return (apart.mT @ apart).view(b, hk, h // hk, d, d).sum(2) / total
+def differences(q: Tensor, clusters: Clusters, hk: int, call: Call) -> Tensor:
+    """How some queries differ from their centroids, over the query heads of each key head: (b hk r d). Products with
+    them tell keys apart as the queries of a cluster do."""
+    b, h, n, d = q.shape
+    real = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
+    at = draw.positions(real, q, n, call.seed, draw.STREAM_RESIDUALS, min(max(DIRECTIONS * hk // h, 1), n))
+    labels = torch.where(at >= 0, clusters.labels.gather(2, at.clamp(min=0)), -1)
+    centroids = call.ops.broadcast(clusters.means.detach(), labels)
+    apart = (wide(rows_at(q, at)) - wide(centroids)) * (labels >= 0).unsqueeze(-1)
+    return apart.reshape(b, hk, -1, d)
+
+
+def spread(x: Tensor, at: Tensor) -> Tensor:
+    """The standard deviation of rows x (b h s w), those with at >= 0, as one number for all columns: (b h 1 1)."""
+    real = (at >= 0).unsqueeze(-1)
+    total = real.sum(2, keepdim=True).clamp(min=1)
+    apart = (x - (x * real).sum(2, keepdim=True) / total) * real
+    size = (apart.square().sum((2, 3), keepdim=True) / total).sqrt()
+    return torch.where(size > 0, size, 1.0)
+
+
+def rows_at(x: Tensor, at: Tensor) -> Tensor:
+    """x (b h n d), at (b h s) -> (b h s d); -1 takes any row."""
+    return x.gather(2, at.clamp(min=0).unsqueeze(-1).expand(*at.shape, x.shape[-1]))
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -1,14 +1,37 @@
-"""Sizes from shapes: what is right at 512 tokens is wrong at 60 000."""
+"""Sizes from shapes: what is right at 512 tokens is wrong at 60 000.
+
+A *ladder* is a list of sizes, each rung dearer and closer to exact attention than the one before; a *budget* is the
+share of exact attention's multiply-adds, grouping included, that a call may take. Sizes that a method leaves open are
+those of the highest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
+budget, the usual ones for the length. Lengths count in
+steps (512, 768, 1 024, 1 536, ...), so that sizes are step functions and a compiled graph serves a range of lengths;
+shares only fall as a length grows inside its step.
+
+Where the rungs come from (docs/methods.md has the figures):
+
+SHORT    below 2 048 attention of text and speech is sharp: near keys beat far parts and the slope at equal cost. Rungs
+         are (a cluster for so many queries, near keys): MiniLM-L6 at 512, and the embedded sample, where of 700
+         settings at 27 % the best has 25 clusters, 84 near keys, k-means on a quarter of the queries along d/4
+         directions
+LONG     from 2 048 on it is diffuse: as many parts and near keys as clusters, and the slope. TabPFN v1 at 4 000, 8 192
+         (the long sample: of 60 settings at 7 %, and of 40 at 15 % on its first 4 000 rows, 64 / 64 / 64 is the best),
+         10 000 and 60 000 rows
+CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does: SmolLM2-135M at 2 048 .. 8 192
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import isqrt
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from .exact import Exact
 
 if TYPE_CHECKING:
     from .refined import Refined
 
+Rung = dict[str, Any]  # clusters, top, parts, slope
 
 @dataclass(frozen=True)
 class Shape:
@@ -22,14 +45,106 @@ class Shape:
     group: int = 1
 
 
+DIFFUSE = 2048  # from so many keys on
+
+SHORT = (
+    (64, 8), (64, 16), (32, 16), (32, 32), (20, 32), (20, 48), (20, 64), (20, 80), (20, 96), (20, 112), (20, 128),
+    (20, 160), (20, 192), (20, 256), (20, 320), (20, 384), (20, 512), (20, 768), (20, 1024),
+)  # fmt: skip  queries for each cluster, near keys
+LONG = (
+    (8, 8, 1), (16, 16, 1), (16, 16, 16), (24, 24, 24), (32, 32, 32), (48, 48, 48), (64, 64, 64), (96, 64, 96),
+    (128, 64, 128), (192, 64, 128), (256, 64, 128), (256, 128, 256), (384, 128, 256), (512, 128, 256), (512, 256, 512),
+    (1024, 256, 512), (1024, 512, 1024), (2048, 512, 1024), (4096, 1024, 2048), (8192, 2048, 4096),
+)  # fmt: skip  clusters, near keys, parts; with parts, the slope
+CAUSAL = (
+    (8, 16), (8, 32), (16, 32), (16, 64), (16, 128), (16, 192), (16, 256), (16, 384), (16, 512), (32, 512), (32, 768),
+    (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
+)  # fmt: skip  clusters of a block, near keys
+
+# Length -> the sizes of a method that names no budget, from that length on.
+USUAL_SHORT = {
+    1: (16, 8), 64: (16, 16), 128: (20, 24), 256: (20, 48), 512: (20, 80), 768: (20, 128), 1024: (20, 192),
+    1536: (20, 256),
+}  # fmt: skip
+USUAL_LONG = {1: (64, 64, 64), 32768: (256, 64, 128), 131072: (512, 128, 256), 524288: (1024, 256, 512)}
+USUAL_CAUSAL = {
+    1: (8, 32), 1024: (16, 32), 2048: (16, 128), 4096: (16, 256), 32768: (16, 512), 131072: (32, 1024),
+}  # fmt: skip
+# Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
+# pays for; and an error of such a call is not averaged out by others.
+CROSS_TOP, CROSS_PARTS = 4, 2
+
+
+def step(length: int) -> int:
+    """The largest 2^i or 3/2 2^i at or below. By comparisons: a symbolic length gets guards, and stays symbolic."""
+    size = 1
+    while 2 * size <= length:
+        size *= 2
+    return size + size // 2 if size + size // 2 <= length else size
+
+
 def block(n: int, clusters: int) -> int:
     """Causal blocks: within a block everybody is seen exactly, before it through centroids. n * block against
     n / block * clusters * n multiply-adds are least where they are equal."""
-    best = isqrt(2 * max(clusters, 1) * max(n, 1))
+    best = math.isqrt(2 * max(clusters, 1) * step(n))
     return max(64, 1 << (best.bit_length() - 1))
 
 
-def fill(method: Refined, given: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """A value for every size, those that are given among them."""
-    chosen = {"clusters": 100, "top": 32, "parts": 1, "slope": False, "steps": 5}
-    return {**chosen, **given}
+def fill(method: Refined, shape: Shape) -> Refined:
+    """The method with a value for every size: those that are given, and the highest rung that fits beside them."""
+    return _filled(method, replace(shape, n=step(shape.n), m=step(shape.m)))
+
+
+@lru_cache(maxsize=4096)
+def _filled(method: Refined, at: Shape) -> Refined:
+    """Where nothing fits, the lowest rung: a budget of 1 % of 100 tokens is less than one cluster."""
+    sizes = at.n, at.m, at.d, at.e
+    how: dict[str, Any] = {"causal": at.causal, "group": at.group}
+    ladder = [_with(method, rung, at) for rung in (usual(at) if method.budget is None else rungs(at))]
+    sensible = [each for each in ladder if 3 * each.grouping_cost(*sizes, **how) <= each.cost(*sizes, **how)] or ladder
+    most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **how)
+    return max((each for each in sensible if each.cost(*sizes, **how) <= most), key=ladder.index, default=sensible[0])
+
+
+def usual(at: Shape) -> list[Rung]:
+    """The sizes where no budget is named; before them the same with fewer parts, for keys that few queries share."""
+    length = max(min(at.n, at.m), 1)
+    table = USUAL_CAUSAL if at.causal else USUAL_SHORT if at.m < DIFFUSE else USUAL_LONG
+    rung = _rung(table[max(each for each in table if each <= length)], at)
+    return [{**rung, "parts": max(rung["parts"] >> less, 1)} for less in (4, 3, 2, 1, 0)]
+
+
+def rungs(at: Shape) -> list[Rung]:
+    """The ladder for this shape."""
+    table = CAUSAL if at.causal else SHORT if at.m < DIFFUSE else LONG
+    return [_rung(numbers, at) for numbers in table]
+
+
+def _rung(numbers: tuple[int, ...], at: Shape) -> Rung:
+    """A line of a table as sizes."""
+    if at.causal:
+        return {"clusters": numbers[0], "top": numbers[1], "parts": 1, "slope": False}
+    if at.m < DIFFUSE:
+        clusters = max(min(at.n, at.m) // numbers[0], 1)
+        return {"clusters": clusters, "top": numbers[1], "parts": 1, "slope": False}
+    near, parts = (CROSS_TOP, CROSS_PARTS) if 2 * at.n <= at.m and numbers[2] > 1 else (1, 1)
+    return {
+        "clusters": numbers[0], "top": near * numbers[1], "parts": parts * numbers[2], "slope": numbers[2] > 1
+    }  # fmt: skip
+
+
+def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
+    """The rung's sizes where the method has none, and a grouping that fits them."""
+    sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
+    if at.causal and method.block is None:
+        sizes["block"] = block(at.n, sizes["clusters"])
+    if method.steps is None:
+        sample = None  # causal: a block is small
+        if not at.causal and at.m < DIFFUSE:
+            sample = max(min(at.n, at.m) // 4, sizes["clusters"])
+        elif not at.causal:
+            sample = min(max(16 * max(sizes["clusters"], sizes["parts"]), 256), max(at.n, at.m) // 8)
+        rank = min(at.d, 16 if at.causal else max(at.d // 4, 8))  # every block finds its own directions
+        sizes |= {"steps": 2, "sample": method.sample or sample}
+        sizes |= {"rank": method.rank or rank} if method.metric == "keys" else {}
+    return replace(method, **sizes, budget=None)

@@ -109,22 +109,21 @@ class Clustered(Method):
     def _by_block(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
         """Centroids for every block but the first, numbered block by block."""
         b, h, n, d = q.shape
-        assert self.block is not None  # filled in by `at`
-        blocks = (n + self.block - 1) // self.block
+        blocks = (n + self._block - 1) // self._block
         nobody = torch.full((b, h, n), -1, dtype=torch.int64, device=q.device)
         if blocks <= 1:
             return nobody, nobody, 0
-        width = blocks * self.block
-        x = F.pad(q, (0, 0, 0, width - n)).view(b, h, blocks, self.block, d)
-        valid = F.pad(call.mask.query_rows(q), (0, width - n)).view(b, 1, blocks, self.block)
+        width = blocks * self._block
+        x = F.pad(q, (0, 0, 0, width - n)).view(b, h, blocks, self._block, d)
+        valid = F.pad(call.mask.query_rows(q), (0, width - n)).view(b, 1, blocks, self._block)
         past = self.centroids_from == "past"
         source = slice(0, blocks - 1) if past else slice(1, blocks)
         form = None
         if self.metric == "keys":
             absent = max(-call.mask.offset, 0)  # with fewer keys than queries the first positions have no key
             keys, real = F.pad(k, (0, 0, absent, 0)), F.pad(call.mask.key_rows(q), (absent, 0))
-            first = call.mask.offset + absent + self.block
-            form = _grouping.prefix_covariances(keys, real, h, first, self.block, blocks - 1)
+            first = call.mask.offset + absent + self._block
+            form = _grouping.prefix_covariances(keys, real, h, first, self._block, blocks - 1)
         where = self._space(x[:, :, source], valid[:, :, source], form, call)
         points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
         centres = self._centres(points, valid[:, :, source], where, call)
@@ -136,7 +135,7 @@ class Clustered(Method):
             return F.pad(labels, (0, 0, before, after), value=-1).view(b, h, width)[..., :n]
 
         members = call.ops.nearest(points, centres)
-        if not past and clusters >= self.block:
+        if not past and clusters >= self._block:
             members = _grouping.ranks(valid[:, :, source]).expand(b, h, -1, -1)
         made = numbered(members, valid[:, :, source], 0 if past else 1, 1 if past else 0)
         if not past:
@@ -166,12 +165,11 @@ class Clustered(Method):
             return self._answer(q, k, v, replace(groups, means=means, members=members), call, (0, 0, 0))
         if self.centroids_from == "past":  # those who listen to a centroid are not those who formed it
             members = call.ops.members(groups.labels, clusters, q)
-        assert self.block is not None
-        blocks = (q.shape[2] + self.block - 1) // self.block
-        reach = (means.shape[2] // (blocks - 1), call.mask.offset + self.block, self.block)
+        blocks = (q.shape[2] + self._block - 1) // self._block
+        reach = (means.shape[2] // (blocks - 1), call.mask.offset + self._block, self._block)
         groups = replace(groups, means=means, members=members)
         before = self._answer(q, k, v, groups, replace(call, lse=True), reach)
-        return merge(own_block(q, k, v, self.block, call), before)
+        return merge(own_block(q, k, v, self._block, call), before)
 
     def _answer(
         self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
@@ -194,13 +192,16 @@ class Clustered(Method):
         if n < 1 or m < 1:
             return 0
         filled = self.at(n, m, d, e, causal=causal, group=group)
-        if causal:
-            return filled._causal_cost(n, m, d, e, group)
         attending = filled._attending_cost(n, min(filled.clusters, n), m, d, e)
-        return filled.grouping_cost(n, m, d, e, group=group) + attending
+        if causal:
+            attending = filled._causal_attending_cost(n, m, d, e)
+        return filled.grouping_cost(n, m, d, e, causal=causal, group=group) + attending
 
-    def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
-        """The part of ``cost`` that says who is alike; what is done once for a key head is shared by its query heads."""
+    def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        """The part of ``cost`` that finds out who is alike, all sizes being given. What is done once for a key head is
+        shared by its query heads."""
+        if causal:
+            return self._causal_grouping_cost(n, m, d, group)
         if self.clusters >= n:
             return 0
         metric = min(self.sample or m, m) * d * d // group if self.metric == "keys" else 0
@@ -234,22 +235,32 @@ class Clustered(Method):
         """n queries in c clusters over m keys."""
         return c * m * (d + e)
 
-    def _causal_cost(self, n: int, m: int, d: int, e: int, group: int) -> int:
-        """A block attends to itself in full and to all keys before it through centroids; the first one to its whole
-        past. The covariance of the keys before a block continues that of the block before: each key enters it once."""
-        assert self.block is not None
-        block, before, past = self.block, m - n, self.centroids_from == "past"
-        c = min(self.clusters, block)
-        total = min(n, block) * max(before, 0) * (d + e)
-        for start in range(0, n, block):
-            size, keys = min(block, n - start), before + start
+    def _causal_attending_cost(self, n: int, m: int, d: int, e: int) -> int:
+        """A block attends to itself in full and to all keys before it by centroids; the first one to its whole past."""
+        total = min(n, self._block) * max(m - n, 0) * (d + e)
+        for start in range(0, n, self._block):
+            size, keys = min(self._block, n - start), m - n + start
             total += size * size * (d + e)
-            if start == 0 or keys < 1:
-                continue
-            total += self._attending_cost(size, c, keys, d, e) + self._kmeans_cost(block if past else size, d)
-            total += size * (c * self.width(d) + d)
-            if past:  # those who formed the centroids are assigned as well as those who listen
-                total += block * c * self.width(d) + self._points_cost(size, d)
-        if self.metric == "keys" and n > block:
-            total += max(before + (n - 1) // block * block, 0) * d * d // group
+            if start and keys > 0:
+                total += self._attending_cost(size, min(self.clusters, self._block), keys, d, e)
         return total
+
+    def _causal_grouping_cost(self, n: int, m: int, d: int, group: int) -> int:
+        """The covariance of the keys before a block continues that of the block before: each key enters it once."""
+        block, w, past = self._block, self.width(d), self.centroids_from == "past"
+        c, total = min(self.clusters, block), 0
+        for start in range(block, n, block):
+            size = min(block, n - start)
+            if m - n + start < 1:
+                continue
+            total += self._kmeans_cost(block if past else size, d) + size * (c * w + d)
+            if past:  # those who formed the centroids are assigned as well as those who listen
+                total += block * c * w + self._points_cost(size, d)
+        if self.metric == "keys" and n > block:
+            total += max(m - n + (n - 1) // block * block, 0) * d * d // group
+        return total
+
+    @property
+    def _block(self) -> int:
+        assert self.block is not None  # filled in by `at`
+        return self.block

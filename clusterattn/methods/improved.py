@@ -82,7 +82,8 @@ class Improved(Clustered):
 
     def _shares(self, groups: Clusters, per: int) -> Tensor:
         """Each cluster's share of the queries, of its own block in a causal call."""
-        by_block = groups.counts.unflatten(-1, (-1, per or groups.counts.shape[-1])).to(wide(groups.means).dtype)
+        counts = groups.counts.to(wide(groups.means).dtype)
+        by_block = counts.view(*counts.shape[:2], -1, per or counts.shape[-1])
         return (by_block / by_block.sum(-1, keepdim=True).clamp(min=1)).flatten(-2)
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
@@ -92,6 +93,6 @@ class Improved(Clustered):
         slope = (n + m + c * parts) * d * e + c * m if self.slope else 0
         return centroids + n * keys * (d + e) + slope
 
-    def grouping_cost(self, n: int, m: int, d: int, e: int, *, group: int = 1) -> int:
-        clusters = super().grouping_cost(n, m, d, e, group=group)
+    def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
+        clusters = super().grouping_cost(n, m, d, e, causal=causal, group=group)
         return clusters + (_grouping.parts_cost(n, m, d, e, self, group) if 1 < self.parts < m else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .._errors import bad_value
@@ -28,9 +28,10 @@ class Refined(Improved):
     slope           the far values move with the query to first order as well: out += scale w_far(q) (q - c) M with one
                     matrix M per head
 
-    Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)``;
-    ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included. ``steps``, ``sample``
-    and ``rank``, the effort of the grouping, are chosen together: with steps given, the others mean all when left out.
+    Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)`` and
+    methods/budgets.py; ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included
+    (0.05: five per cent). ``steps``, ``sample`` and ``rank``, the effort of the grouping, are chosen together: with
+    steps given, the other two mean all when left out.
     """
 
     name: ClassVar[str] = "refined"
@@ -56,13 +57,8 @@ class Refined(Improved):
             raise bad_value("a budget, or all sizes", f"budget={self.budget} beside {given}", "leaving out one of them")
 
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
-        shape = budgets.Shape(n, m, d, e, causal, group)
-        given = {name: value for name in SIZES if (value := getattr(self, name)) is not None}
-        if causal and given.get("parts", 1) != 1:
+        if causal and self.parts is not None and self.parts != 1:
             raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
-        if len(given) < len(SIZES):
-            return replace(self, **budgets.fill(self, given, shape), budget=None)._with_block(n, causal)
-        return self._with_block(n, causal)
-
-    def _with_block(self, n: int, causal: bool) -> Self:
-        return self if self.block is not None or not causal else replace(self, block=budgets.block(n, self.clusters))
+        if any(getattr(self, name) is None for name in SIZES):
+            return budgets.fill(self, budgets.Shape(n, m, d, e, causal, group))  # type: ignore[return-value]
+        return super().at(n, m, d, e, causal=causal, group=group)

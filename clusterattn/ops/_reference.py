@@ -23,8 +23,8 @@ def _coarse(c: Tensor, *rest: Any) -> tuple[coarse_reference.Found, Tensor]:
 
 
 def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *given_, _bits, reach = given
-    return coarse_reference.backward(*given_, reach)
+    gradients: tuple[Tensor, Tensor, Tensor] = coarse_reference.backward(*given[:-2], reach=given[-1])
+    return gradients
 
 
 BY_TORCH = Backend(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl
+from .._launch import cdiv, launch
 from .arrange import Arranged
 from .reference import Reach
 
@@ -135,8 +136,9 @@ def levels(lse: Tensor, pi: Tensor) -> Tensor:
     """lse (lead p c), pi (b h c) -> LEVEL (lead c), see level_kernel."""
     lead, parts, clusters = lse.shape
     level = torch.empty(lead, clusters, dtype=torch.float32, device=lse.device)
-    level_kernel[((clusters + 63) // 64, lead)](
-        lse, pi.float().contiguous(), level, clusters, parts, BP=min(64, power(parts, least=1)), BC=64, num_warps=4
+    launch(
+        level_kernel, (cdiv(clusters, 64), lead), (lse, pi.float().contiguous(), level), (clusters, parts),
+        BP=min(64, power(parts, least=1)), BC=64, num_warps=4
     )
     return level
 
@@ -155,11 +157,13 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
     )
     part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
-    slope_kernel[(of_keys + of_rows, blocks, lead)](
-        c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part,
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
-        of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides,
+    launch(
+        slope_kernel, (of_keys + of_rows, blocks, lead),
+        (c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
+        (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
+        of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
-        BC=min(64, power(clusters)), PRECISION=precision(k), num_warps=8 if tile["BD"] > 64 else 4, **tile,
+        BC=min(64 if tile["BD"] > 64 else 128, power(clusters)), PRECISION=precision(k),
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
     )  # fmt: skip
     return replace(found, slope=part.sum(2))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl
+from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
-from .kernels import CLUSTER, LOG2E, TANGENT, Settings, _gather, _odds, _part_keys, _row, _slope, _softplus, launch
+from .kernels import CLUSTER, LOG2E, TANGENT, Settings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
 @jit
@@ -250,7 +251,7 @@ def backward(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    shape, splits = launch(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
+    shape, splits = tiling(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
     dq = new(b, h, n, d, dtype=q.dtype)
     delta, moved = new(2, lead, n)
     foot = new(lead, clusters, splits, d if slope else 0)
@@ -259,9 +260,10 @@ def backward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
     theirs = (q, k, v, plain, found.near_at, found.out, found.mean_key, found.lse, found.near_lse)
     d_lse = delta if d_lse is None else d_lse.float().contiguous()
-    fine_bwd_q_kernel[((clusters + 1) * splits, lead)](
-        *theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot,
-        *sizes, splits, *strides, num_stages=1, **flags, **shape,
+    launch(
+        fine_bwd_q_kernel, ((clusters + 1) * splits, lead),
+        (*theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot),
+        (*sizes, splits, *strides), num_stages=1, **flags, **shape,
     )  # fmt: skip
     near_dk, near_dv = new(lead, clusters, top, d, dtype=k.dtype), new(lead, clusters, top, e, dtype=v.dtype)
     d_far, d_level = new(lead, parts, clusters, e), new(lead, parts, clusters)
@@ -270,25 +272,27 @@ def backward(
     far_numbers, near_numbers = (clusters, parts, d, e, h), (clusters, top, d, e, h, h // k.shape[1])
     if top:
         every = -(-top // shape["BT"])
-        fine_bwd_near_kernel[(clusters * every, lead)](
-            q, k, v, found.near_at, found.out, found.lse, found.near_lse, order, first, lse, dy, delta, near_dk, near_dv,
-            n, *near_numbers, reach.scale * LOG2E, reach.scale, every, *strides,
+        launch(
+            fine_bwd_near_kernel, (clusters * every, lead),
+            (q, k, v, found.near_at, found.out, found.lse, found.near_lse, order, first, lse, dy, delta, near_dk,
+            near_dv), (n, *near_numbers, reach.scale * LOG2E, reach.scale, every, *strides),
             MASS=mass, BT=shape["BT"], num_stages=1, **warps,
         )  # fmt: skip
     every = -(-parts // shape["BP"])
-    fine_bwd_part_kernel[(clusters * every, lead)](
-        q, plain, found.out, found.mean_key, found.lse, found.near_lse, order, first, lse, dy, delta, d_lse, moved,
-        d_mean, d_far, d_level, n, *far_numbers, reach.scale * LOG2E, reach.scale, every,
-        *q.stride()[:3], *dy.stride()[:3], DETACH=settings.detach, BP=shape["BP"], num_stages=1, **flags, **warps,
+    launch(
+        fine_bwd_part_kernel, (clusters * every, lead),
+        (q, plain, found.out, found.mean_key, found.lse, found.near_lse, order, first, lse, dy, delta, d_lse, moved,
+        d_mean, d_far, d_level), (n, *far_numbers, reach.scale * LOG2E, reach.scale, every,
+        *q.stride()[:3], *dy.stride()[:3]), DETACH=settings.detach, BP=shape["BP"], num_stages=1, **flags, **warps,
     )  # fmt: skip
     d_slope = None
     if slope:
         programs = max(1, min(-(-264 // lead), -(-n // 128)))
         stretch = -(-n // (programs * 64)) * 64
         part = new(lead, programs, d, e)
-        d_slope_kernel[(programs, lead)](
-            q, plain, labels.contiguous(), dy, share, lse, part, n, clusters, d, e, h, reach.scale, programs, stretch,
-            *q.stride()[:3], *dy.stride()[:3],
+        launch(
+            d_slope_kernel, (programs, lead), (q, plain, labels.contiguous(), dy, share, lse, part),
+            (n, clusters, d, e, h, reach.scale, programs, stretch, *q.stride()[:3], *dy.stride()[:3]),
             BS=64 if (power(d) + power(e)) * q.element_size() <= 512 else 32, BD=power(d), BE=power(e),
             PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
         )  # fmt: skip
