@@ -248,7 +248,7 @@ def move(
     points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Piece, w: Tensor,
     offset: Tensor, barrier: Tensor | Piece, sums: Tensor, counts: Tensor, signs: bool,
 ) -> None:  # fmt: skip
-    """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) made elsewhere."""
+    """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) of others."""
     (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
     tensors = (
         points, start_at, start_at, points, points if form is None else form, origin, centroids, w, offset, barrier,
