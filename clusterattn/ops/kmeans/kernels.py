@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
-from .._launch import Piece, cdiv, launch, workspace
+from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
 from .far_kernels import far
 from .reference import FEW, rows_at
@@ -246,12 +246,12 @@ def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: 
 class Begun(NamedTuple):
     """What starts leave for training."""
 
-    centroids: Piece  # (lead c d), relative to the origin
+    centroids: Buffer  # (lead c d), relative to the origin
     origin: Tensor  # (lead 1 d)
     w: Tensor  # (lead c d), their side of the product
     offset: Tensor  # (lead c)
-    barrier: Piece  # (lead) zeros
-    best: Piece  # (3 lead picks) zeros
+    barrier: Buffer  # (lead) zeros
+    best: Buffer  # (3 lead picks) zeros
 
 
 def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
@@ -307,7 +307,7 @@ def kmeans(
 
 def _train(
     points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
-    origin: Tensor, centroids: Tensor | Piece, w: Tensor, offset: Tensor, barrier: Tensor | Piece, updates: int,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
     signs: bool,
 ) -> None:  # fmt: skip
     """In one launch, or stage by stage: with many rows each stage fills the device, and sums over sorted members move

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._jit import INTERPRETING, jit, power, precision, tl
-from .._launch import Piece, cdiv, launch, workspace
+from .._launch import Buffer, cdiv, launch, workspace
 
 STRIP = 16  # centroids that a program moves at once
 
@@ -205,7 +205,7 @@ def together(programs: int, lead: int, device: torch.device) -> int:
 
 def train(
     points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
-    origin: Tensor, centroids: Tensor | Piece, w: Tensor, offset: Tensor, barrier: Tensor | Piece, updates: int,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
     signs: bool,
 ) -> None:  # fmt: skip
     """``updates`` rounds over the points (b h n d) at train_at (b h s), or over all valid (lead n) ones: the centroids
@@ -245,8 +245,8 @@ def train(
 
 
 def move(
-    points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Piece, w: Tensor,
-    offset: Tensor, barrier: Tensor | Piece, sums: Tensor, counts: Tensor, signs: bool,
+    points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Buffer, w: Tensor,
+    offset: Tensor, barrier: Tensor | Buffer, sums: Tensor, counts: Tensor, signs: bool,
 ) -> None:  # fmt: skip
     """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) of others."""
     (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
