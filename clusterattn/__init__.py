@@ -75,6 +75,7 @@ __all__ = [
     "attention_matrix",
     "error_report",
     "groups",
+    "hosts",
     "measure",
     "merge",
     "method",

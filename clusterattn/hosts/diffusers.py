@@ -51,9 +51,9 @@ def register(
     min_length  calls with fewer queries or keys stay exact
     exact_rows  so many rows at the beginning of a sequence are answered exactly: conditioning tokens (text, a first
                 frame). Negative: at its end
-    joint       these rows are a stream of their own (the text of Flux, SD3 or HunyuanVideo), which context parallelism
-                shares out by itself. Without it, and with exact_rows=0 in such a model, a rank of Ulysses sees tokens
-                in another order than one device, and draws differ
+    joint       these rows are a stream of their own (the text of Flux or Qwen-Image), which context parallelism shares
+                out by itself. Without it, and with exact_rows=0 in such a model, a rank of Ulysses sees tokens in
+                another order than one device, and draws differ
     cross       cross-attention (another number of keys than queries) too. Under context parallelism each rank groups
                 its own queries then, and answers depend on the number of ranks
 
@@ -116,12 +116,12 @@ def swap(
     served = CallCounts()
     rows, choices = [], {}
     for name, layer in found.items():
-        reason = "a dense layer" if name in dense else chosen.why_exact(name, _is_cross(layer))
-        reason = reason or ("cross-attention" if _is_cross(layer) and not cross else "")
+        reason = "a dense layer" if name in dense else chosen.why_exact(name, _is_cross(name, layer))
+        reason = reason or ("cross-attention" if _is_cross(name, layer) and not cross else "")
         choices[name] = Exact() if reason else chosen.layers[name]
         rows.append(LayerRow(name, text(choices[name]), reason))
     backends = {
-        each: _backend(each, chosen.exact_below, exact_rows, _is_joint(inner), cross, steps, served)
+        each: _backend(each, chosen.exact_below, exact_rows, _is_joint(inner, found), cross, steps, served)
         for each in dict.fromkeys(choices.values())
     }
 
@@ -165,18 +165,20 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _is_cross(layer: Any) -> bool:
-    return bool(getattr(layer, "is_cross_attention", False))
+def _is_cross(name: str, layer: Any) -> bool:
+    """As the layer says, or else by its name: attn1 is usually self-attention and attn2 the other."""
+    return bool(getattr(layer, "is_cross_attention", name.endswith("attn2") or "cross" in name))
 
 
-def _is_joint(model: nn.Module) -> bool:
-    """Does context parallelism share out the conditioning as a stream of its own?"""
-    top = (getattr(model, "_cp_plan", None) or {}).get("", {})
-    return {"hidden_states", "encoder_hidden_states"} <= set(top)
+def _is_joint(model: nn.Module, found: dict[str, Any]) -> bool:
+    """Does context parallelism share out the conditioning as a stream of its own, which then joins self-attention?"""
+    inputs = (getattr(model, "_cp_plan", None) or {}).values()
+    apart = any({"hidden_states", "encoder_hidden_states"} <= set(each) for each in inputs if isinstance(each, dict))
+    return apart and not any(_is_cross(name, layer) for name, layer in found.items())
 
 
 def _dense(given: Iterable[int | str], found: dict[str, Any]) -> set[str]:
-    alone = [name for name, layer in found.items() if not _is_cross(layer)]
+    alone = [name for name, layer in found.items() if not _is_cross(name, layer)]
     dense = set()
     for each in given:
         if isinstance(each, int) and -len(alone) <= each < len(alone):

@@ -327,6 +327,21 @@ def test_ulysses_with_a_plan_for_single_heads(split: dict[str, Tensor]) -> None:
     assert torch.equal(split["ulysses by head"], answer(alone, wan_inputs()))
 
 
+def test_joint_models_are_those_whose_text_joins_self_attention() -> None:
+    from diffusers import LTXVideoTransformer3DModel, QwenImageTransformer2DModel
+
+    ltx = LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16,
+        num_layers=1, caption_channels=8,
+    )  # fmt: skip
+    qwen = QwenImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    joint = {type(model): D._is_joint(model, D._layers(model)) for model in (wan(), flux(), ltx, qwen)}
+    assert list(joint.values()) == [False, True, False, True]
+
+
 def test_a_plan_for_other_heads_stays_exact() -> None:
     model = wan()
     before = answer(model, wan_inputs())
