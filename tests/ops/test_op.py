@@ -159,7 +159,7 @@ def test_every_method_refuses_forward_mode_and_second_derivatives(case: Case) ->
     leaf = x.leaves()
     loss = attend(*leaf.tensors).square().sum()
     found = torch.autograd.grad(loss, leaf.tensors, create_graph=True, allow_unused=True)
-    with pytest.raises(RuntimeError, match=r"first derivatives|no autograd formula"):  # NotImplementedError is one too
+    with pytest.raises(NotImplementedError, match="first derivatives"):
         sum(g.sum() for g in found if g is not None).backward()
 
 
