@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -31,29 +30,11 @@ LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "grown")
 
 
 def jit(function: Any) -> Any:
-    """triton.jit; what it makes is launched as ever, ``kernel[grid](...)``, past Triton's binder (see _launch.py)."""
+    """triton.jit; _launch.py runs what it makes."""
     if not HAVE_TRITON:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    kernel = triton.jit(function, do_not_specialize=[name for name in LOOSE if name in names])
-    if not INTERPRETING:
-        kernel.__class__ = _quick_kernels()
-    return kernel
-
-
-@functools.cache
-def _quick_kernels() -> Any:
-    from triton.runtime.jit import JITFunction
-
-    class QuickKernel(JITFunction):  # type: ignore[misc]
-        """A kernel whose launches are planned."""
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            from ._launch import launch_flat
-
-            return functools.partial(launch_flat, self, grid)
-
-    return QuickKernel
+    return triton.jit(function, do_not_specialize=[name for name in LOOSE if name in names])
 
 
 def why_no_kernels(x: Tensor) -> str | None:

@@ -30,8 +30,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-class Piece:
-    """A part of a workspace. On a GPU it is an address; it becomes a tensor only where somebody needs one."""
+class Buffer:
+    """A buffer in a workspace. On a GPU it is an address; it becomes a tensor only where somebody needs one."""
 
     __slots__ = ("_base", "_offset", "_shape", "address", "dtype")
 
@@ -46,12 +46,12 @@ class Piece:
         return self._base[self._offset : self._offset + size].view(self.dtype).view(self._shape)
 
 
-def workspace(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Piece]:
+def workspace(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Buffer]:
     """Many small buffers (shape, dtype) that live as long as one call, from one allocation."""
     offsets, total = _layout(wanted)
     base = torch.empty(total, dtype=torch.uint8, device=device)
     start = base.data_ptr()
-    return [Piece(base, start, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, wanted, strict=True)]
+    return [Buffer(base, start, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, wanted, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,8 +65,8 @@ def _layout(wanted: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[li
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Piece], numbers: tuple[int | float, ...] = (),
-    loose: tuple[int | float, ...] = (), **flags: Any,
+    kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...] = (),
+    loose: Any = (), **flags: Any,
 ) -> Any:  # fmt: skip
     """Run a kernel whose parameters are, in this order, tensors, numbers, loose numbers and constants.
 
@@ -75,7 +75,7 @@ def launch(
     """
     if INTERPRETING or _hooks:
         return _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    addresses = [x.address if type(x) is Piece else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
+    addresses = [x.address if type(x) is Buffer else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
     joined, device = 0, tensors[0].get_device()
     for address in addresses:
         joined |= address
@@ -99,28 +99,17 @@ def launch(
         except TypeError:  # the arguments are not those that this Triton's launcher takes: nothing has been launched
             plan = _plans[key] = None
     compiled = _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    # None: looked at before, and not to be called this way; a tensor among the numbers is no key
-    if plan is not None and not any(isinstance(x, Tensor) for x in numbers):
+    if plan is not None:  # None: looked at before, and not to be called this way
         if len(_plans) >= PLANS:
             _plans.clear()
         _plans[key] = _planned(compiled, kernel, len(addresses) + len(numbers) + len(loose), flags)
     return None
 
 
-def launch_flat(kernel: Any, grid: tuple[int, ...], *args: Any, **flags: Any) -> Any:
-    """``kernel[grid](*args, **flags)``: tensors come first, then numbers."""
-    many = 0
-    for x in args:
-        if not isinstance(x, (Tensor, Piece)):
-            break
-        many += 1
-    return launch(kernel, grid, args[:many], args[many:], **flags)
-
-
 def _ordinary(
     kernel: Any, grid: tuple[int, ...], tensors: Iterable[Any], numbers: Any, loose: Any, flags: dict[str, Any]
 ) -> Any:
-    plain = (x.tensor() if isinstance(x, Piece) else x for x in tensors)
+    plain = (x.tensor() if isinstance(x, Buffer) else x for x in tensors)
     return kernel.run(*plain, *numbers, *loose, grid=grid, warmup=False, **flags)
 
 

@@ -38,9 +38,13 @@ def positions(b: int, h: int, n: int, many: int, holes: int = 0) -> torch.Tensor
 SIZES = [(150, 16, 7, None), (300, 20, 70, 200), (200, 64, 40, None), (180, 80, 9, 128)]
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["one-launch", "stages"])
 @pytest.mark.parametrize("kind", ["euclid", "keys", "signs"])
 @pytest.mark.parametrize(("n", "d", "c", "sample"), SIZES)
-def test_training_is_that_of_the_reference(n: int, d: int, c: int, sample: int | None, kind: str) -> None:
+def test_training_is_that_of_the_reference(
+    n: int, d: int, c: int, sample: int | None, kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "TOGETHER", 1 << 30 if together else 0)
     x = points(1, 2, n, d)
     if kind == "signs":
         x = torch.where(x > 5, 1.0, -1.0)
@@ -95,3 +99,16 @@ def test_growth_ends_where_it_should() -> None:
         assert sizes[0] == 0
         assert sizes[-1] < c <= sizes[-1] + max(1, sizes[-1] // 2)
     assert len(reference.growth(2048)) < 25
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one-launch", "stages"])
+def test_lloyd_from_given_centroids(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TOGETHER", 1 << 30 if together else 0)
+    x = points(2, 1, 140, 20)
+    valid = torch.arange(140, device=DEVICE).expand(2, 140) < torch.tensor([[140], [99]], device=DEVICE)
+    centroids, alive = x[:, 0, :9].clone(), torch.arange(9, device=DEVICE).expand(2, 9) < 8
+    settings = (x, valid, None, centroids, alive, None, 2, False)
+    got, wanted = kernels.lloyd(*settings), reference.lloyd(*settings)
+    close = (got - wanted)[:, :8].abs() <= 2e-3 * wanted.abs().max()
+    assert close.float().mean() > 0.97
+    assert torch.equal(got[:, 8], centroids[:, 8]), "who never lived stays where it was"

@@ -135,6 +135,37 @@ def _give_back_means(ctx: Any, d_means: Tensor | None, _: None) -> Tensor | None
 _means.gradient(_give_back_means, _keep_members)
 
 
+@_kmeans.flops
+def _(points: Any, valid: Any, start_at: Any, train_at: Any, form: Any, updates: int, *_: Any) -> int:
+    (b, h, rows, w), c = points, start_at[2]
+    rows = rows if train_at is None else train_at[2]
+    return int(2 * b * h * (updates * rows * c * w + (0 if form is None else (updates + 1) * c * w * w)))
+
+
+@_nearest.flops
+def _(points: Any, right: Any, *_: Any) -> int:
+    b, h, n, w = points
+    return int(2 * b * h * n * right[1] * w)
+
+
+@_lloyd.flops
+def _(points: Any, valid: Any, centroids: Any, alive: Any, updates: int, backend: str) -> int:
+    b, h, n, w = points
+    return int(2 * b * h * updates * n * centroids[1] * w)
+
+
+@_farthest.flops
+def _(points: Any, pool_at: Any, clusters: int, form: Any, *_: Any) -> int:
+    (b, h, pool), w = pool_at, points[3]
+    return int(2 * b * h * pool * w * (clusters + (0 if form is None else w)))
+
+
+@_covariance.flops
+def _(k: Any, keep: Any, at: Any, backend: str) -> int:
+    b, hk, m, d = k
+    return int(2 * b * hk * (m if at is None else at[2]) * d * d)
+
+
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
     """Expand the leading dimensions to ``lead`` and fold them into one."""
     if x is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._jit import INTERPRETING, jit, power, tl
-from .._launch import Piece, cdiv, launch, workspace
+from .._launch import Buffer, cdiv, launch, workspace
 from .reference import growth
 from .train_kernels import meet, together
 
@@ -102,7 +102,7 @@ def far_kernel(
 
 
 def far(
-    pool_at: Tensor, held: Piece, w: Tensor, offset: Tensor, best: Piece, barrier: Piece, points: Tensor, c: int
+    pool_at: Tensor, held: Buffer, w: Tensor, offset: Tensor, best: Buffer, barrier: Buffer, points: Tensor, c: int
 ) -> Tensor:
     """What start_kernel left of the points at pool_at (b h p) -> the positions (lead c) of those that lie far apart."""
     (b, h, _, d), p, device = points.shape, pool_at.shape[2], points.device

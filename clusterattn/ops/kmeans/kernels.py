@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
-from .._launch import Piece, cdiv, launch, workspace
+from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
 from .far_kernels import far
-from .reference import FEW
-from .train_kernels import seen_by, train
+from .reference import FEW, rows_at
+from .train_kernels import move, seen_by, train
+
+TOGETHER = 1 << 16  # rows, over all heads, that are trained on in one launch
 
 
 @jit
@@ -244,12 +246,12 @@ def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: 
 class Begun(NamedTuple):
     """What starts leave for training."""
 
-    centroids: Piece  # (lead c d), relative to the origin
+    centroids: Buffer  # (lead c d), relative to the origin
     origin: Tensor  # (lead 1 d)
     w: Tensor  # (lead c d), their side of the product
     offset: Tensor  # (lead c)
-    barrier: Piece  # (lead) zeros
-    best: Piece  # (3 lead picks) zeros
+    barrier: Buffer  # (lead) zeros
+    best: Buffer  # (3 lead picks) zeros
 
 
 def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
@@ -299,8 +301,28 @@ def kmeans(
     if updates:
         train_at = None if train_at is None else _positions(train_at)
         valid = None if valid is None else valid.contiguous()
-        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
+        _train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
     return w, offset, origin
+
+
+def _train(
+    points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
+    signs: bool,
+) -> None:  # fmt: skip
+    """In one launch, or stage by stage: with many rows each stage fills the device, and sums over sorted members move
+    less than a product with the labels."""
+    if len(w) * (points if train_at is None else train_at).shape[2] <= TOGETHER:
+        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
+        return
+    if train_at is not None:
+        points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
+    for _ in range(updates):
+        labels = nearest(points, w, offset, None if signs else origin)
+        if valid is not None:
+            labels = torch.where(valid, labels, -1)
+        sums = member_kernels.sums(points, *member_kernels.by_label(labels, w.shape[1]))
+        move(points, start_at, form, origin, centroids, w, offset, barrier, *sums, signs)
 
 
 def lloyd(
@@ -322,5 +344,5 @@ def lloyd(
         start_at = torch.where(alive, 0, -1).view(b, h, -1)  # who is alive is all that training reads of the starts
         origin = torch.zeros(b * h, 1, points.shape[3], dtype=torch.float32, device=points.device)
         barrier = torch.zeros(b * h, dtype=torch.int32, device=points.device)
-        train(points, valid.contiguous(), start_at, None, None, origin, centroids, w, offset, barrier, updates, False)
+        _train(points, valid.contiguous(), start_at, None, None, origin, centroids, w, offset, barrier, updates, False)
     return centroids

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._jit import INTERPRETING, jit, power, precision, tl
-from .._launch import Piece, cdiv, launch, workspace
+from .._launch import Buffer, cdiv, launch, workspace
 
 STRIP = 16  # centroids that a program moves at once
 
@@ -205,7 +205,7 @@ def together(programs: int, lead: int, device: torch.device) -> int:
 
 def train(
     points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
-    origin: Tensor, centroids: Tensor | Piece, w: Tensor, offset: Tensor, barrier: Tensor | Piece, updates: int,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
     signs: bool,
 ) -> None:  # fmt: skip
     """``updates`` rounds over the points (b h n d) at train_at (b h s), or over all valid (lead n) ones: the centroids
@@ -242,3 +242,22 @@ def train(
             BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=8, num_stages=1,
             launch_cooperative_grid=programs > 1,
         )  # fmt: skip
+
+
+def move(
+    points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Buffer, w: Tensor,
+    offset: Tensor, barrier: Tensor | Buffer, sums: Tensor, counts: Tensor, signs: bool,
+) -> None:  # fmt: skip
+    """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) of others."""
+    (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
+    tensors = (
+        points, start_at, start_at, points, points if form is None else form, origin, centroids, w, offset, barrier,
+        sums, counts, barrier,
+    )  # fmt: skip
+    strides = (*points.stride()[:3], *start_at.stride()[:2], 0, 0)
+    launch(
+        train_kernel, (cdiv(c, STRIP), b * h), tensors, (n, d, c, n, h, splits, n, STRIP, 1, 2, *strides),
+        HAS_AT=False, HAS_VALID=False, HAS_FORM=form is not None, SIGNS=signs, ONE_BLOCK=True, BN=16, BC=16,
+        BS=min(4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
