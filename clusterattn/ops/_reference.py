@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ def _coarse(c: Tensor, *rest: Any) -> tuple[coarse_reference.Found, Tensor]:
 
 
 def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = coarse_reference.backward(*given[:-2], reach=given[-1])
-    return gradients
+    wanted, bits = given[:-2] + given[-1:], given[-2]
+    assert bits.numel() == 0
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = coarse_reference.backward
+    return backward(*wanted)
 
 
 BY_TORCH = Backend(

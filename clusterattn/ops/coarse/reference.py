@@ -126,7 +126,7 @@ class Piece:
     rows: slice  # of c
     block: int
     sloped: bool  # are there clusters among them that make the slope?
-    shape: tuple[int, int, int]  # heads, group, rows
+    shape: tuple[int, ...]  # heads, group, rows
     c: Tensor  # (heads (group rows) d)
     k: Tensor  # (heads seen d)
     v: Tensor  # (heads seen e)
@@ -230,8 +230,9 @@ def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:
     """omega (heads group seen): what each key receives of the far attention, from weights (heads tiles rows seats) and
     each row's amount for the weight of a part, (heads parts rows)."""
     heads, group, rows = p.shape
-    each = keys.of_tiles(amount, p.heads).unflatten(-1, (group, rows))  # (heads tiles group rows)
-    weights = weights.unflatten(2, (group, rows))
+    each = keys.of_tiles(amount, p.heads)
+    each = each.view(*each.shape[:2], group, rows)
+    weights = weights.reshape(*weights.shape[:2], group, rows, -1)
     return torch.einsum("tgkrs,tgkr->tkgs", weights, each).flatten(2)
 
 
@@ -348,7 +349,7 @@ class _Pull:
         per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
         per_key = per_key.flatten(1, 2).transpose(1, 2)  # (heads tiles rows seats)
         mean = keys.summed((weights * per_key).sum(-1), p.heads)  # (heads parts rows)
-        return cls(d_slope, per_key, mean.mT.unflatten(1, (group, rows)))
+        return cls(d_slope, per_key, mean.mT.reshape(heads, group, rows, -1))
 
     def means(
         self, dy: Tensor, dm: Tensor, dl: Tensor, amount: tuple[Tensor, Tensor], mean_key: Tensor, out: Tensor
