@@ -37,19 +37,19 @@ def view_kernel(
     place = (lead * r + ways)[:, None] * d + dims[None, :]
     view = tl.load(VIEW + place, mask=(ways < r)[:, None] & wide[None, :], other=0.0)
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
-    at = tl.maximum(tl.load(KEYS_AT + batch * sbb + head * sbh), 0)
-    key_centre = tl.load(k_base + at * skm + dims, mask=wide, other=0.0).to(tl.float32)
-    value_centre = tl.load(v_base + at * svm + values, mask=long, other=0.0).to(tl.float32)
+    anchor = tl.maximum(tl.load(KEYS_AT + batch * sbb + head * sbh), 0)
+    key_centre = tl.load(k_base + anchor * skm + dims, mask=wide, other=0.0).to(tl.float32)
+    value_centre = tl.load(v_base + anchor * svm + values, mask=long, other=0.0).to(tl.float32)
     seen, values_seen = tl.zeros((BR,), tl.float32), tl.zeros((BE,), tl.float32)
     squares, value_squares, total = 0.0, 0.0, 0.0
     for first in range(0, t, BM):
         slot = first + tl.arange(0, BM)
-        at = tl.load(KEYS_AT + batch * sbb + head * sbh + slot, mask=slot < t, other=-1)
-        real = at >= 0
-        k = tl.load(k_base + at[:, None] * skm + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        key = tl.load(KEYS_AT + batch * sbb + head * sbh + slot, mask=slot < t, other=-1)
+        real = key >= 0
+        k = tl.load(k_base + key[:, None] * skm + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
         k = tl.where(real[:, None], k.to(tl.float32) - key_centre[None, :], 0.0)
         product = tl.dot(k, tl.trans(view), input_precision=PRECISION)
-        v = tl.load(v_base + at[:, None] * svm + values[None, :], mask=real[:, None] & long[None, :], other=0.0)
+        v = tl.load(v_base + key[:, None] * svm + values[None, :], mask=real[:, None] & long[None, :], other=0.0)
         v = tl.where(real[:, None], v.to(tl.float32) - value_centre[None, :], 0.0)
         seen += tl.sum(product, 0)
         values_seen += tl.sum(v, 0)
