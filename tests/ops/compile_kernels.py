@@ -59,7 +59,7 @@ def main() -> None:
         if getattr(module, "launch", None) is _launch.launch and module is not _launch:
             module.launch = collect  # type: ignore[attr-defined]
     train_kernels.multiprocessors = lambda device: 132  # type: ignore[assignment]
-    for dtype, d, c, n in ((torch.bfloat16, 64, 100, 512), (torch.float32, 256, 20, 64)):
+    for dtype, d, c, n in ((torch.bfloat16, 64, 100, 512), (torch.float16, 256, 20, 64)):
         x, at = torch.zeros(1, 2, n, d, dtype=dtype), torch.zeros(1, 2, c, dtype=torch.int64)
         form, labels = torch.zeros(2, d, d), torch.zeros(2, n, dtype=torch.int64)
         for together in (1 << 16, 0):  # in one launch, and by stages
