@@ -50,8 +50,12 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            x_ = wide(x) if self.centre is None else wide(x) - self.centre
-            return (x_ @ self.view).to(x.dtype)
+            # The centre is taken off before the product is rounded.
+            view, rows = self.view.to(x.dtype), x.flatten(0, -3)
+            offset = -(self.centre.to(x.dtype) @ view) if self.centre is not None else x.new_zeros(())
+            seen = torch.baddbmm(offset.expand(*x.shape[:-2], 1, view.shape[-1]).flatten(0, -3), rows,
+                                 view.expand(*x.shape[:-2], *view.shape[-2:]).flatten(0, -3))  # fmt: skip
+            return seen.view(*x.shape[:-1], view.shape[-1])
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
@@ -130,16 +134,13 @@ def parts(
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
         return Parts(each, count, call.ops.members(each, count, k))
-    few = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
-    # Less an offset that all share: it says nothing about who is alike, and costs digits in half precision.
-    key_centre, value_centre = first_row(k, real), first_row(v, real)
-    view = differences(q, clusters, hk, call).mT  # (b hk d r)
-    view = view / spread((wide(rows_at(k, few)) - key_centre) @ view, few)
-    shrink = spread(wide(rows_at(v, few)) - value_centre, few)
-    view = view.to(k.dtype)
-    seen = torch.baddbmm(-(key_centre.to(k.dtype) @ view).flatten(0, 1), k.flatten(0, 1), view.flatten(0, 1))
-    values = (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)
-    points = torch.cat([seen.view(b, hk, m, -1), values], -1)
+    asked = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
+    h, n = q.shape[1:3]
+    ways = min(max(DIRECTIONS * hk // h, 1), n)
+    queries_at = draw.positions(asked, q, n, call.seed, draw.STREAM_RESIDUALS, ways)
+    keys_at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
+    means = clusters.means.detach()
+    points = call.ops.beside(q, k, v, means, clusters.labels, queries_at, keys_at)
     found = centres(points, real, count, steps, start, sample, Space("euclid", None, None, None), call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:
@@ -156,32 +157,6 @@ def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
     seen = (m + min(SPREAD_SAMPLE, m)) * d * DIRECTIONS
     kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
     return (seen + kmeans) // group
-
-
-def differences(q: Tensor, clusters: Clusters, hk: int, call: Call) -> Tensor:
-    """How some queries differ from their centroids, over the query heads of each key head: (b hk r d). Products with
-    them tell keys apart as the queries of a cluster do."""
-    b, h, n, d = q.shape
-    real = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
-    at = draw.positions(real, q, n, call.seed, draw.STREAM_RESIDUALS, min(max(DIRECTIONS * hk // h, 1), n))
-    labels = torch.where(at >= 0, clusters.labels.gather(2, at.clamp(min=0)), -1)
-    centroids = call.ops.broadcast(clusters.means.detach(), labels)
-    apart = (wide(rows_at(q, at)) - wide(centroids)) * (labels >= 0).unsqueeze(-1)
-    return apart.reshape(b, hk, -1, d)
-
-
-def spread(x: Tensor, at: Tensor) -> Tensor:
-    """The standard deviation of rows x (b h s w), those with at >= 0, as one number for all columns: (b h 1 1)."""
-    real = (at >= 0).unsqueeze(-1)
-    total = real.sum(2, keepdim=True).clamp(min=1)
-    apart = (x - (x * real).sum(2, keepdim=True) / total) * real
-    size = (apart.square().sum((2, 3), keepdim=True) / total).sqrt()
-    return torch.where(size > 0, size, 1.0)
-
-
-def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """x (b h n d), at (b h s) -> (b h s d); -1 takes any row."""
-    return x.gather(2, at.clamp(min=0).unsqueeze(-1).expand(*at.shape, x.shape[-1]))
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -4,6 +4,7 @@ centroids."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,7 +284,7 @@ def backward(
         parts,
     )  # fmt: skip
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
-    flags = {
+    flags: dict[str, Any] = {
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
         "TANGENT": reach.tangent, "SLOPE": pull.asked, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip

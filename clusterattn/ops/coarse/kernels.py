@@ -7,6 +7,7 @@ without parts. Near keys come from near.py, as a bit mask that the pass over the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,7 +195,7 @@ class Far:
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
 
 
-def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
+def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
     d, e = power(k.shape[-1]), power(v.shape[-1])
     room = (d + e) * k.element_size()

@@ -9,7 +9,7 @@ keys with the weight omega and virtual keys with the weight -pi a; programs shar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from .._jit import jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .reference import Reach
+from .reference import SLOPE_CLUSTERS, Reach
 
 if TYPE_CHECKING:
     from .kernels import Far
@@ -61,7 +61,7 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
 @jit
 def slope_kernel(
     C, K, V, KEEP, BITS, MEAN, OUT, LSE, LEVEL, PART,
-    rows, m, d, e, heads, group, scale, per, first, step, words, parts, of_keys, splits, stretch, row_stretch,
+    rows, m, d, e, heads, group, scale, per, first, step, words, parts, few, of_keys, splits, stretch, row_stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
@@ -80,7 +80,7 @@ def slope_kernel(
         end = rows
     else:
         limit = tl.minimum(tl.maximum(first + block * step, 0), m)
-    end = tl.minimum(end, rows)
+    end = tl.minimum(tl.minimum(end, rows), begin + few)
     total = tl.zeros((BD, BE), tl.float32)
     if split < of_keys:
         for start in range(split * stretch, tl.minimum((split + 1) * stretch, limit), BM):
@@ -126,7 +126,7 @@ def slope_kernel(
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
 
 
-def _sizes(keys: Arranged) -> dict[str, int]:
+def _sizes(keys: Arranged) -> dict[str, Any]:
     d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
     room = (d + e) * keys.k.element_size()
     return {"BM": 64 if room <= 512 else 32, "BD": d, "BE": e}
@@ -150,7 +150,7 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     lead, blocks = b * h, -(-clusters // reach.per) if reach.per else 1
     level, tile = levels(found.lse, pi), _sizes(keys)
     programs = max(1, -(-264 // (lead * blocks)))
-    virtual = parts * (reach.per or clusters)
+    virtual = parts * min(reach.per or clusters, SLOPE_CLUSTERS)
     of_keys = max(1, min(programs, -(-m // (2 * tile["BM"]))))
     of_rows = max(1, min(programs // 2, -(-virtual // (4 * tile["BM"]))))
     stretch, row_stretch = (
@@ -161,9 +161,10 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         slope_kernel, (of_keys + of_rows, blocks, lead),
         (c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
-        of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
+        SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
+        *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
-        BC=min(64 if tile["BD"] > 64 else 128, power(clusters)), PRECISION=precision(k),
+        BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
     )  # fmt: skip
     return replace(found, slope=part.sum(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -255,7 +257,7 @@ def backward(
     dq = new(b, h, n, d, dtype=q.dtype)
     delta, moved = new(2, lead, n)
     foot = new(lead, clusters, splits, d if slope else 0)
-    flags = {"MASS": mass, "HAS_SLOPE": slope, "HAS_D_LSE": d_lse is not None}
+    flags: dict[str, Any] = {"MASS": mass, "HAS_SLOPE": slope, "HAS_D_LSE": d_lse is not None}
     sizes = (n, clusters, top, parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
     theirs = (q, k, v, plain, found.near_at, found.out, found.mean_key, found.lse, found.near_lse)

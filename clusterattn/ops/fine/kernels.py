@@ -179,6 +179,7 @@ def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int)
     """Tiles, and how many programs share the queries of a cluster."""
     (n, d), e = q.shape[2:], v.shape[3]
     tile, splits = tiles(n, clusters, most)
+    splits = min(16, 4 * splits)  # clusters differ in size, and one that finds nothing to do costs little
     width = power(d) + power(e)
     keys = 64 if width * q.element_size() <= 512 else 32
     size = tile * width * q.element_size()
@@ -198,8 +199,7 @@ def forward(
     found = coarse.forward(c, keys, pi, reach)
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
-    wide = (power(d) + power(e)) * q.element_size() > 256  # bytes of a query with its answer
-    shape, splits = tiling(q, v, clusters, top, reach.parts, 64 if wide else 128)
+    shape, splits = tiling(q, v, clusters, top, reach.parts, 64)
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
