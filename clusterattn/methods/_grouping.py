@@ -17,7 +17,7 @@ METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
 DIRECTIONS = 32  # keys are compared by their products with so many differences of queries from their centroids
-SPREAD_SAMPLE = 1024  # keys that tell how far keys and values spread
+SPREAD_SAMPLE = 256  # keys that tell how far keys and values spread
 
 
 class Sizes(Protocol):
