@@ -17,6 +17,10 @@ from .ops import choose
 
 DEFAULT = "auto"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WORDS = {  # SDPA's, and what they are here
+    "is_causal": "causal=, which puts the last query beside the last key (SDPA the first beside the first)",
+    "enable_gqa": "leaving it out: fewer key heads than query heads are always welcome",
+}
 
 
 def attention(
@@ -40,6 +44,7 @@ def attention(
     attn_mask: Tensor | None = None,
     return_lse: bool = False,
     return_state: bool = False,
+    **torchs: Any,
 ) -> Any:
     """Attention by clustering, called like SDPA.
 
@@ -60,6 +65,8 @@ def attention(
     attn_mask, dropout_p   for Exact alone ("auto" is Exact then)
     return_lse   also return lse (b h n): the log of the total weight behind each answer
     """
+    for word in torchs:
+        raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
     recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))

@@ -101,6 +101,11 @@ CASES = [
     Case("routing", ca.Routing(clusters=3, window=8), lambda n, m: ca.Routing(clusters=1, window=max(n, m))),
     Case("routing-auto", ca.Routing(window=8), lambda n, m: ca.Routing(window=max(n, m))),
     Case("clusterformer", ca.ClusterFormer(clusters=4), lambda n, m: ca.ClusterFormer(clusters=1)),
+    Case(
+        "clusterformer-shared",
+        ca.ClusterFormer(clusters=4, scope="shared", similarity="inner"),
+        lambda n, m: ca.ClusterFormer(clusters=1, scope="shared", similarity="inner"),
+    ),
     Case("clusterformer-auto", ca.ClusterFormer(), lambda n, m: ca.ClusterFormer(clusters=2)),
     Case(
         "clusterformer-three",

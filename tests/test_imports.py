@@ -25,7 +25,7 @@ LAYERS = (
     ("clusterattn._rows", "clusterattn._types"),
     ("clusterattn.ops",),
     ("clusterattn.methods",),
-    ("clusterattn._attention", "clusterattn._plan"),
+    ("clusterattn._attention", "clusterattn._plan", "clusterattn._report", "clusterattn._layer_call"),
     ("clusterattn.nn",),
     ("clusterattn.hf", "clusterattn.hosts", "clusterattn.parallel"),
     ("clusterattn.measure",),

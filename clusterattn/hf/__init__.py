@@ -10,9 +10,10 @@ except ModuleNotFoundError as _missing:
         f'{_missing.name} is not installed; clusterattn.hf needs it: pip install "clusterattn[hf]"', name=_missing.name
     ) from None
 
-from .calls import LayerCall
+from .._layer_call import LayerCall
+from .._report import LayerRow, Report
 from .observe import observe
 from .register import NAME
-from .swap import LayerRow, Report, layers, restore, swap
+from .swap import layers, restore, swap
 
 __all__ = ["NAME", "LayerCall", "Report", "LayerRow", "layers", "observe", "restore", "swap"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from .._layer_call import LayerCall
 from ..methods import Exact
-from .calls import LayerCall
 from .register import NAME, STAMP, Stamp, by_config
 from .swap import FoundLayer, attach, find, make_stamp, plain, put_back
 

@@ -8,8 +8,6 @@ that are the models that can be swapped.
 
 from __future__ import annotations
 
-import functools
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,11 +19,12 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from .._plan import LayerPlan, check_exact_below
+from .._layer_call import LayerCall
+from .._plan import LayerPlan, check_exact_below, is_plan
+from .._report import log_once
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
-from .calls import LayerCall
 
 NAME = "clusterattn"  # every layer, by the method that the config names or else Refined()
 SWAPPED = "clusterattn_swapped"  # only the layers that ``swap`` has stamped; the others stay exact
@@ -33,7 +32,6 @@ STAMP = "_clusterattn"  # the attribute of an attention module that holds its St
 
 _sdpa = AttentionInterface()["sdpa"]  # type: ignore[no-untyped-call]
 _sdpa_mask = AttentionMaskInterface()["sdpa"]  # type: ignore[no-untyped-call]
-_log = logging.getLogger("clusterattn")
 
 
 @dataclass(frozen=True)
@@ -139,6 +137,9 @@ def by_config(module: torch.nn.Module) -> Stamp:
     """``config.clusterattn``: a method's name, short form or dict; its dict may also say exact_below."""
     config = getattr(module, "config", None)
     hint = getattr(config, "clusterattn", None)
+    if is_plan(hint):
+        log_once(type(module).__name__, "its config holds a plan, which goes by the names of layers: ca.hf.swap(model)")
+        return _EXACT
     alone = not (getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False))
     below = hint.get("exact_below", 0) if isinstance(hint, dict) else 0
     check_exact_below(below)
@@ -171,7 +172,7 @@ def _attend(
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:
-            _say_once(stamp.name or type(module).__name__, obstacle)
+            log_once(stamp.name or type(module).__name__, obstacle)
         out, weights = _exact(stamp, module, call, mask, dropout, extra)
     else:
         out = call.answer().transpose(1, 2).contiguous()
@@ -231,16 +232,6 @@ def _obstacle(
 def _wants_weights(module: torch.nn.Module, extra: dict[str, Any]) -> bool:
     asked = extra.get("output_attentions")
     return bool(getattr(getattr(module, "config", None), "output_attentions", False) if asked is None else asked)
-
-
-@functools.cache
-def _say_once_for_all(layer: str, reason: str) -> None:
-    _log.warning("%s stays exact: %s", layer, reason)
-
-
-def _say_once(layer: str, reason: str) -> None:
-    if not torch.compiler.is_compiling():
-        _say_once_for_all(layer, reason)
 
 
 # ---------------------------------------------------------------------------------------------------- exact

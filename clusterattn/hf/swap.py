@@ -5,54 +5,27 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below
+from .._plan import LayerPlan, Plan, choose
+from .._report import LayerRow, Report, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
-from ..methods import method as as_method
 from .register import STAMP, SWAPPED, Stamp
 
+HOST = "transformers"  # in plans
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
 
 
-class LayerRow(NamedTuple):
-    layer: str
-    method: str  # in short form, or "exact"
-    reason: str  # why it stays exact, or ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What ``swap`` did, layer by layer. Its text is a table."""
-
-    rows: tuple[LayerRow, ...]
-    exact_below: int = 0
-
-    @property
-    def swapped(self) -> list[str]:
-        return [row.layer for row in self.rows if not row.reason]
-
-    @property
-    def kept(self) -> list[str]:
-        return [row.layer for row in self.rows if row.reason]
-
-    def __str__(self) -> str:
-        wide = max((len(row.layer) for row in self.rows), default=0)
-        lines = [f"{row.layer:<{wide}}  {row.method}" + (f": {row.reason}" if row.reason else "") for row in self.rows]
-        summary = f"{len(self.swapped)} of {len(self.rows)} attention layers swapped"
-        return "\n".join([*lines, summary + (f"; exact below {self.exact_below} tokens" if self.exact_below else "")])
-
-
-def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None = None) -> Report:
+def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_below: int | None = None) -> Report:
     """Let a method, or a plan's methods, answer for the model's attention layers. Nothing but attributes changes.
 
     model        a transformers model that uses the attention interface, or a module that holds some
+    method       None: the plan that came with the model, in its config or in its folder (see ``Plan``)
     exact_below  shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
 
     Layers that no method can honour stay exact, and the report says why. Swapping again replaces the first swap.
@@ -65,19 +38,16 @@ def swap(model: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None
             f"{type(model).__name__}, where no layer does",
             "another model; the method itself is ca.attention",
         )
-    if isinstance(method, Plan):
-        wanted, below = _by_plan(method, found), method.exact_below
-    else:
-        wanted, below = dict.fromkeys((each.name for each in found), as_method(method)), 0
-    below = below if exact_below is None else exact_below
-    check_exact_below(below)
-    stamps = [make_stamp(each, wanted.get(each.name, Exact()), below) for each in found]
+    chosen = choose(method, model, HOST, [each.name for each in found], exact_below)
+    below = chosen.exact_below
+    reasons = [chosen.why_exact(each.name, _is_cross(each)) for each in found]
+    methods = [Exact() if why else chosen.layers[each.name] for each, why in zip(found, reasons, strict=True)]
+    stamps = [make_stamp(each, method, below) for each, method in zip(found, methods, strict=True)]
 
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)
     setattr(model, BEFORE, [pair for pair in before if pair[1] != SWAPPED])  # the others another swap will put back
-    unnamed = {each.name: "the plan does not name it" for each in found if each.name not in wanted}
-    rows = (LayerRow(s.name, text(s.method), s.why_exact or unnamed.get(s.name, "")) for s in stamps)
+    rows = (LayerRow(s.name, text(s.method), s.why_exact or why) for s, why in zip(stamps, reasons, strict=True))
     return Report(tuple(rows), below)
 
 
@@ -91,13 +61,6 @@ def restore(model: nn.Module) -> None:
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention modules that can be swapped, by their names in ``model.named_modules()``."""
     return {each.name: each.module for each in find(plain(model)) if not why_exact(each)}
-
-
-def text(method: LayerPlan) -> str:
-    """A layer's method in short form; several heads' as "refined ×3, exact ×9"."""
-    if isinstance(method, Method):
-        return str(method)
-    return ", ".join(f"{each} ×{method.count(each)}" for each in dict.fromkeys(method))
 
 
 # ---------------------------------------------------------------------------------------------------- finding
@@ -197,21 +160,6 @@ def _why_not(each: FoundLayer, methods: LayerPlan) -> str:
     if not isinstance(methods, Method) and heads not in (None, len(methods)):
         raise bad_value(f"a method for each of {heads} heads of {each.name}", f"{len(methods)}", "one for all heads")
     return ""
-
-
-def _by_plan(plan: Plan, found: list[FoundLayer]) -> dict[str, LayerPlan]:
-    """The plan's methods under this model's names: a model with a head and the same without one share a plan."""
-    names = [each.name for each in found]
-    wanted: dict[str, LayerPlan] = {}
-    for planned, method in plan.layers.items():
-        alike = [name for name in names if name == planned]
-        alike = alike or [name for name in names if name.endswith("." + planned) or planned.endswith("." + name)]
-        if len(alike) != 1:
-            raise bad_value(
-                f"a plan for layers of this model: {', '.join(names[:3])}, ...", repr(planned), "ca.hf.layers(model)"
-            )
-        wanted[alike[0]] = method
-    return wanted
 
 
 # ---------------------------------------------------------------------------------------------------- configs

@@ -4,6 +4,7 @@ Measuring needs torch alone; ``plots``, ``report`` and ``show`` need the extra "
 """
 
 from .._rows import Row, append, commit, dumps, environment, hardware, read, rows_path
+from .bounds import Proposition1, proposition1, subset_error
 from .error import exact_answer, head_errors, relative_error, row_l1
 from .sample import Sample, embedded, load, mixture
 from .sampled import ErrorReport, error_report
@@ -11,6 +12,7 @@ from .speed import interleaved, peak_memory
 
 __all__ = [
     "ErrorReport",
+    "Proposition1",
     "Row",
     "Sample",
     "append",
@@ -26,8 +28,10 @@ __all__ = [
     "load",
     "mixture",
     "peak_memory",
+    "proposition1",
     "read",
     "relative_error",
     "row_l1",
     "rows_path",
+    "subset_error",
 ]

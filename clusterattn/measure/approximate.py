@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Union
 
 import torch
@@ -135,7 +135,7 @@ def approximate(
 def _as_plan(loaded: Loaded, given: Given, only: str | None, exact_below: int | None) -> Plan:
     """A method as the plan that gives it to every layer that ``only`` finds."""
     if isinstance(given, Plan):
-        return given if exact_below is None else Plan(given.layers, exact_below, given.note)
+        return given if exact_below is None else replace(given, exact_below=exact_below)
     names = list(need("clusterattn.hf", "hf").layers(loaded.model))
     if not names:
         wanted = "a model whose attention goes through transformers' attention interface"

@@ -16,7 +16,8 @@ from ..ops.kmeans import Centres
 METRICS = ("hamming", "euclid", "keys")
 STARTS = ("random", "far")
 FAR_POOL = 8  # farthest-first picks from this many random queries per cluster
-PART_RANK = 32  # keys are compared along so many main directions of the queries' differences from their centroids
+DIRECTIONS = 32  # keys are compared by their products with so many differences of queries from their centroids
+SPREAD_SAMPLE = 256  # keys that tell how far keys and values spread
 
 
 class Sizes(Protocol):
@@ -49,8 +50,12 @@ class Space:
 
     def points(self, x: Tensor, call: Call) -> Tensor:
         if self.view is not None:
-            x_ = wide(x) if self.centre is None else wide(x) - self.centre
-            return (x_ @ self.view).to(x.dtype)
+            # The centre is taken off before the product is rounded.
+            view, rows = self.view.to(x.dtype), x.flatten(0, -3)
+            offset = -(self.centre.to(x.dtype) @ view) if self.centre is not None else x.new_zeros(())
+            seen = torch.baddbmm(offset.expand(*x.shape[:-2], 1, view.shape[-1]).flatten(0, -3), rows,
+                                 view.expand(*x.shape[:-2], *view.shape[-2:]).flatten(0, -3))  # fmt: skip
+            return seen.view(*x.shape[:-1], view.shape[-1])
         return x if self.planes is None else call.ops.codes(x, self.planes, self.thresholds)
 
 
@@ -124,23 +129,19 @@ def parts(
 ) -> Parts:
     """The keys (b hk m d) beside their values, by k-means: alike are keys whose products with the queries' differences
     from their centroids are alike, and values that are. Either side is scaled to a spread of one."""
-    b, hk, m, d = k.shape
+    b, hk, m, _ = k.shape
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
         return Parts(each, count, call.ops.members(each, count, k))
-    metric = residual_covariance(q, clusters, hk, sample, call)
-    at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(sample, m)) if sample < m else None
-    of_keys, of_values = (call.ops.covariance(x, call.mask.keys, hk, at=at) for x in (k, v))
-    tiny = torch.finfo(metric.dtype).tiny
-    key_spread = (metric * of_keys).sum((-1, -2), keepdim=True)  # the trace of their product
-    value_spread = of_values.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    view = main_directions(metric, min(d, PART_RANK), call.seed) / key_spread.clamp(min=tiny).sqrt()
-    # Without an offset that all share: it says nothing about who is alike and cost digits in half precision.
-    k_, v_ = wide(k) - first_row(k, real), wide(v) - first_row(v, real)
-    points = torch.cat([k_ @ view, v_ / value_spread.clamp(min=tiny).sqrt()], -1).to(k.dtype)
-    where = Space("euclid", None, None, None)
-    found = centres(points, real, count, steps, start, sample, where, call, KEYS)
+    asked = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
+    h, n = q.shape[1:3]
+    ways = min(max(DIRECTIONS * hk // h, 1), n)
+    queries_at = draw.positions(asked, q, n, call.seed, draw.STREAM_RESIDUALS, ways)
+    keys_at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
+    means = clusters.means.detach()
+    points = call.ops.beside(q, k, v, means, clusters.labels, queries_at, keys_at)
+    found = centres(points, real, count, steps, start, sample, Space("euclid", None, None, None), call, KEYS)
     labels = call.ops.nearest(points, found)
     if real is not None:
         labels = torch.where(real, labels, -1)
@@ -151,27 +152,11 @@ def parts(
 def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
     """Multiply-adds of ``parts`` for one query head, of which ``group`` share the keys."""
     count, steps, train = sizes.parts, sizes.steps, min(sizes.sample or max(n, m), m)
-    rank = min(d, PART_RANK)
-    width = rank + e
+    width = DIRECTIONS + e
     pool = min(FAR_POOL * count, m) if sizes.start == "far" else 0
-    metric = train * (d * d + e * e) + directions_cost(d, rank) + m * d * rank
+    seen = (m + min(SPREAD_SAMPLE, m)) * d * DIRECTIONS
     kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
-    return min(sizes.sample or max(n, m), n) * d * d + (metric + kmeans) // group
-
-
-def residual_covariance(q: Tensor, clusters: Clusters, hk: int, sample: int, call: Call) -> Tensor:
-    """How queries differ from their centroids: the mean of (q - c)(q - c)^T over the query heads of each key head, over
-    a sample of the queries, (b hk d d)."""
-    (b, h, n, d), labels = q.shape, clusters.labels
-    if sample < n:
-        real = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
-        at = draw.positions(real, q, n, call.seed, draw.STREAM_RESIDUALS, sample)
-        seen = at >= 0
-        q = q.gather(2, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, d))
-        labels = torch.where(seen, labels.gather(2, at.clamp(min=0)), -1)
-    apart = (wide(q) - wide(call.ops.broadcast(clusters.means.detach(), labels))) * (labels >= 0).unsqueeze(-1)
-    total = (labels >= 0).sum(-1).view(b, hk, h // hk).sum(-1).clamp(min=1)[..., None, None]
-    return (apart.mT @ apart).view(b, hk, h // hk, d, d).sum(2) / total
+    return (seen + kmeans) // group
 
 
 def prefix_covariances(k: Tensor, valid: Tensor, heads: int, first: int, step: int, blocks: int) -> Tensor:

@@ -16,7 +16,7 @@ def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attend
     at = torch.arange(blocks * block, device=q.device).view(blocks, block)
     queries = torch.where(at < n, at, -1)
     keys = torch.where((at < n) & (at + call.mask.offset >= 0), at + call.mask.offset, -1)
-    mine = call.ops.bucketed(
+    mine: Attended = call.ops.bucketed(
         q, k, v, Buckets(queries.expand(b, h, -1, -1), keys.expand(b, h, -1, -1)), call.mask, call.scale
     )
     if call.mask.offset <= 0:

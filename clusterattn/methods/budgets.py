@@ -169,6 +169,8 @@ def _rung(numbers: tuple[int, ...], at: Shape) -> Rung:
 def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
     """The rung's sizes where the method has none, and a grouping that fits them."""
     sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
+    # With many queries one more step makes up for far-apart starts, and costs less; and the whole metric costs little.
+    long = not at.causal and at.m >= DIFFUSE
     if at.causal and method.block is None:
         sizes["block"] = block(at.n, sizes["clusters"])
     if method.steps is None:
@@ -178,6 +180,8 @@ def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
         elif not at.causal:
             sample = min(max(16 * max(sizes["clusters"], sizes["parts"]), 256), max(at.n, at.m) // 8)
         rank = min(at.d, 16 if at.causal else max(at.d // 4, 8))  # every block finds its own directions
-        sizes |= {"steps": 2, "sample": method.sample or sample}
-        sizes |= {"rank": method.rank or rank} if method.metric == "keys" else {}
+        sizes |= {"steps": 3 if long else 2, "sample": method.sample or sample}
+        sizes |= {"rank": method.rank or (at.d if long else rank)} if method.metric == "keys" else {}
+    if method.start is None:
+        sizes["start"] = "random" if long and method.steps is None else "far"
     return replace(method, **sizes, budget=None)

@@ -61,7 +61,8 @@ class Clustered(Method):
         check_choice(who, "metric", self.metric, METRICS)
         if self.rank is not None and self.metric != "keys":
             raise bad_value(f'{who}(rank=…) with metric="keys"', f"metric={self.metric!r}", "leaving out rank")
-        check_choice(who, "start", self.start, STARTS)
+        if self.start is not None:  # open in Refined
+            check_choice(who, "start", self.start, STARTS)
         check_choice(who, "centroids_from", self.centroids_from, ("past", "block"))
 
     @property

@@ -24,7 +24,8 @@ class Exact(Method):
         if call.lse and call.attn_mask is None and call.dropout_p == 0.0:
             b, h, n, _ = q.shape
             everyone = tables.everyone(b, h, n, k.shape[2], q.device)
-            return call.ops.bucketed(q, k, v, everyone, call.mask, call.scale)
+            answer: Attended = call.ops.bucketed(q, k, v, everyone, call.mask, call.scale)
+            return answer
         if call.attn_mask is None and call.mask.keys is None and not (call.mask.causal and call.mask.offset):
             mask, blind = None, None
         else:

@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
 from ..ops._chunks import wide
+from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
 
@@ -89,14 +91,18 @@ class Improved(Clustered):
 
     def _shares(self, groups: Clusters, per: int) -> Tensor:
         """Each cluster's share of the queries, of its own block in a causal call."""
-        by_block = groups.counts.unflatten(-1, (-1, per or groups.counts.shape[-1])).to(wide(groups.means).dtype)
-        return (by_block / by_block.sum(-1, keepdim=True).clamp(min=1)).flatten(-2)
+        counts = groups.counts.to(wide(groups.means).dtype)
+        by_block = counts.view(*counts.shape[:2], -1, per or counts.shape[-1])
+        few = by_block[..., :SLOPE_CLUSTERS]
+        few = few / few.sum(-1, keepdim=True).clamp(min=1)
+        return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
         parts, tangent = min(self.parts, m), self.mass == "tangent"
         centroids = c * m * (d + e + (d if tangent else 0))
         keys = min(self.top, m) + (0 if self.mass == "cluster" else parts)
-        slope = (n + m + c * parts) * d * e + c * m if self.slope else 0
+        few = min(c, SLOPE_CLUSTERS)
+        slope = (n + m + few * parts) * d * e + few * m if self.slope else 0
         return centroids + n * keys * (d + e) + slope
 
     def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:

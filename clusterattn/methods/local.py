@@ -41,7 +41,8 @@ class Local(Method):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
         left, right = self._reach(call.mask)
-        return call.ops.bucketed(q, k, v, groups, call.mask, call.scale, left=left, right=right)
+        answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale, left=left, right=right)
+        return answer
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         return n * min(self.window, m) * (d + e)

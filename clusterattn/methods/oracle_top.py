@@ -30,7 +30,8 @@ class OracleTop(Method):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        return call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        answer: Attended = call.ops.bucketed(q, k, v, groups, call.mask, call.scale)
+        return answer
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         return pairs(n, m, causal) * d + n * min(self.top, m) * (d + e)

@@ -20,7 +20,8 @@ class Refined(Improved):
     """Five changes to Improved, each measured on real models:
 
     metric="keys"   k-means measures the distance between queries as the keys see it: no hashing, S = Cov(K) per head
-    start="far"     it starts from queries that lie far apart, since outlying queries matter most
+    start           short calls start from queries that lie far apart ("far"), since outlying queries matter most; long
+                    ones from random queries, with one more step, which is as good there
     mass="tangent"  the far part weighs lse_far(c) + scale (q - c) . k_far(c) for query q: log-sum-exp to first order.
                     Convexity keeps that below the truth, so lse(Refined) <= lse(Exact)
     parts           the far keys fall into parts, by k-means of keys beside their values: every cluster sees each part
@@ -42,7 +43,7 @@ class Refined(Improved):
     slope: bool | None = None  # type: ignore[assignment]
     steps: int | None = None  # type: ignore[assignment]
     metric: str = "keys"
-    start: str = "far"
+    start: str | None = None  # type: ignore[assignment]
     mass: str = "tangent"
     budget: float | None = None
 
@@ -59,6 +60,6 @@ class Refined(Improved):
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
         if causal and self.parts is not None and self.parts != 1:
             raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
-        if any(getattr(self, name) is None for name in SIZES):
+        if any(getattr(self, name) is None for name in (*SIZES, "start")):
             return budgets.fill(self, budgets.Shape(n, m, d, e, causal, group))  # type: ignore[return-value]
         return super().at(n, m, d, e, causal=causal, group=group)

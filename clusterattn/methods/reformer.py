@@ -40,7 +40,8 @@ class Reformer(Method):
         drawn = call.ops.directions(self.rounds, each, q.shape[-1], call.seed, q)
         used = None if valid is None else (-(-valid.sum(-1, keepdim=True) // self.chunk)).clamp(min=1)
         hashes = call.ops.polytope(q, drawn, used)
-        return Buckets(*call.ops.chunked(hashes, valid, chunk=self.chunk), self.rounds), None
+        queries, keys = call.ops.chunked(hashes, valid, chunk=self.chunk)
+        return Buckets(queries, keys, self.rounds), None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

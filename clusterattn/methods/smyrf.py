@@ -49,8 +49,8 @@ class Smyrf(Method):
             drawn = ops.directions(self.rounds, 1, q.shape[-1] + 2, call.seed, q).squeeze(1)
             lifted = self.transform == "asymmetric"
             score_q, score_k = ops.scores(q, k, drawn, valid_q, valid_k, lifted=lifted)
-        tables = ops.balanced(score_q, score_k, valid_q, valid_k, q_seats=self.q_seats, k_seats=self.k_seats)
-        return Buckets(*tables, self.rounds), None
+        queries, keys = ops.balanced(score_q, score_k, valid_q, valid_k, q_seats=self.q_seats, k_seats=self.k_seats)
+        return Buckets(queries, keys, self.rounds), None
 
     def _hashes(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """The nearest of as many random directions as there are buckets, for queries and keys alike."""

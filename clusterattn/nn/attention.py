@@ -8,11 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from .._attention import attention
-from .._errors import bad_value, check_whole
-from ..methods import MethodSpec, Routing
+from .._errors import bad_type, bad_value, check_whole
+from .._plan import check_exact_below
+from .._report import log_once
+from .._types import Method
+from ..methods import Exact, MethodSpec, Routing
 from ..methods import method as as_method
-from . import masks
+from . import masks, weights
 from .memory import RoutingMemory
+
+WORDS = {  # torch's, SDPA's, and what they are here
+    "num_heads": "heads=",
+    "is_causal": "causal=True here for every call, or is_causal=True in a call",
+    "enable_gqa": "kv_heads=: how many key heads there are",
+    "add_bias_kv": "leaving it out: no keys are added here",
+    "add_zero_attn": "leaving it out: no keys are added here",
+    "dropout_p": "dropout=, which is on the output",
+}
 
 
 class _NotForFastPaths:
@@ -35,6 +47,10 @@ class MultiheadAttention(nn.Module):
     seed        of the method's draws, the same in every call: one input, one answer, also when activation
                 checkpointing asks twice. Set ``.seed`` between steps for fresh draws; a tensor that holds it makes
                 them fresh in the replays of a CUDA graph
+    exact_below      shorter sequences (of queries or of keys) are answered exactly
+    exact_if_needed  so are calls that the method cannot honour, with one sentence in the log; else they are refused
+
+    ``load_state_dict`` also reads what ``nn.MultiheadAttention`` saved; ``from_torch`` and ``to_torch`` copy modules.
 
     With Routing the module owns the centroids (a buffer, moved in training mode only) and leaves the
     commitment loss of its last training forward in ``auxiliary_loss`` (None with other methods); 1e-4 is
@@ -63,10 +79,17 @@ class MultiheadAttention(nn.Module):
         bias: bool = True,
         causal: bool = False,
         seed: int | Tensor = 0,
+        exact_below: int = 0,
+        exact_if_needed: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **torchs: Any,
     ) -> None:
         super().__init__()
+        for word in torchs:
+            raise bad_type("our words for MultiheadAttention", f"{word}=", WORDS.get(word, "one of its arguments"))
+        check_exact_below(exact_below)
+        self.exact_below, self.exact_if_needed = exact_below, exact_if_needed
         kv_heads = heads if kv_heads is None else kv_heads
         check_whole("MultiheadAttention", embed_dim=embed_dim, heads=heads, kv_heads=kv_heads)
         if embed_dim % heads or heads % kv_heads:
@@ -113,17 +136,16 @@ class MultiheadAttention(nn.Module):
         ours = cls(trained.embed_dim, trained.num_heads, method, **(same | options))
         if ours.k_proj is None:
             raise bad_value("room for the key projection", f"{ours.method}, shared_qk", "another method than Reformer")
-        inward = (ours.q_proj, ours.k_proj, ours.v_proj)
-        stacked: Tensor | None = trained.in_proj_weight  # None where kdim or vdim differ
-        apart = (trained.q_proj_weight, trained.k_proj_weight, trained.v_proj_weight)
-        matrices = apart if stacked is None else stacked.chunk(3)
-        with torch.no_grad():
-            for at, projection in enumerate(inward):
-                projection.weight.copy_(matrices[at])
-                if bias:
-                    projection.bias.copy_(trained.in_proj_bias.chunk(3)[at])
-        ours.out_proj.load_state_dict(trained.out_proj.state_dict())
+        ours.load_state_dict(trained.state_dict(), strict=ours.memory is None)  # torch has no centroids
         return ours.train(trained.training)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """A copy as ``nn.MultiheadAttention``, which answers exactly. Its dropout moves back to the weights."""
+        return weights.to_torch(self)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weights.renamed(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def auxiliary_loss(self) -> Tensor | None:
@@ -165,8 +187,11 @@ class MultiheadAttention(nn.Module):
         if query.is_nested:
             raise bad_value("padded tensors and masks", "a nested tensor", "query.to_padded_tensor(0.0)")
         alone, self_attention = query.dim() == 2, query is key
-        if self.method.self_only and not self_attention:
-            wanted = f"one tensor as query and key: {type(self.method).__name__} is self-attention only"
+        tokens = 0 if alone or not self.batch_first else 1
+        short = min(query.shape[tokens], key.shape[tokens]) < self.exact_below
+        method = Exact() if short else self._able(self_attention, attn_mask, is_causal or self.causal)
+        if method.self_only and not self_attention:
+            wanted = f"one tensor as query and key: {type(method).__name__} is self-attention only"
             raise bad_value(wanted, "two tensors", "Refined, Improved, Clustered or Smyrf across sequences")
         if self_attention and query_padding_mask is None:
             query_padding_mask = key_padding_mask
@@ -186,17 +211,33 @@ class MultiheadAttention(nn.Module):
         causal = self.causal or is_causal
         if attn_mask is not None:
             shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-            options["attn_mask"], causal = masks.dense(attn_mask, self.method, shape, is_causal, self.causal)
-        out, weights, _ = self.attend(q, k, v, need_weights=need_weights, causal=causal, **options)
-        if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights.squeeze(0) if alone else weights
-        return out.squeeze(0) if alone else out if self.batch_first else out.transpose(0, 1), weights
+            options["attn_mask"], causal = masks.dense(attn_mask, method, shape, is_causal, self.causal)
+        out, applied, _ = self.attend(q, k, v, method=method, need_weights=need_weights, causal=causal, **options)
+        if applied is not None:
+            applied = applied.mean(1) if average_attn_weights else applied
+            applied = applied.squeeze(0) if alone else applied
+        return out.squeeze(0) if alone else out if self.batch_first else out.transpose(0, 1), applied
+
+    def _able(self, self_attention: bool, attn_mask: Tensor | None, causal: bool) -> Method:
+        """The method, or Exact where it cannot honour a call and need not refuse it."""
+        kind, reason = type(self.method).__name__, ""
+        if self.method.self_only and not self_attention:
+            reason = f"{kind} is self-attention only"
+        elif attn_mask is not None and not causal:
+            reason = "the mask says more than causality and padding"
+        elif causal and self.method.causality == "no":
+            reason = f"{kind} cannot be causal"
+        if not reason or not self.exact_if_needed:
+            return self.method
+        log_once("MultiheadAttention", reason)
+        return Exact()
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool = False, **options: Any
-    ) -> tuple[Tensor, Tensor | None, Any]:
+        self, query: Tensor, key: Tensor, value: Tensor, *, method: Method | None = None, need_weights: bool = False,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
         """Batch first, with the options of ``ca.attention`` (masks: True = kept): answer, weights, state."""
+        method = self.method if method is None else method
         q, v = self._split(self.q_proj(query)), self._split(self.v_proj(value))
         if self.k_proj is not None:
             k = self._split(self.k_proj(key))
@@ -205,17 +246,17 @@ class MultiheadAttention(nn.Module):
         if need_weights:  # every method is linear in v: its answer to an identity is the weights of this call
             identity = torch.eye(v.shape[2], dtype=v.dtype, device=v.device)
             v = torch.cat([v, identity.expand(*v.shape[:2], -1, -1)], -1)
-        memory = self.memory if isinstance(self.method, Routing) else None
+        memory = self.memory if isinstance(method, Routing) else None
         if memory is not None:
             options |= {"state": memory.recall(), "return_state": self.training}
-        answer = attention(q, k, v, method=self.method, seed=self.seed, **options)
+        answer = attention(q, k, v, method=method, seed=self.seed, **options)
         out, state = answer if options.get("return_state") else (answer, None)
         if memory is not None:
             memory.learn(state)
-        weights = None
+        applied = None
         if need_weights:
-            out, weights = out[..., : self.head_dim], out[..., self.head_dim :]
-        return self.dropout(self.out_proj(out.transpose(1, 2).flatten(2))), weights, state
+            out, applied = out[..., : self.head_dim], out[..., self.head_dim :]
+        return self.dropout(self.out_proj(out.transpose(1, 2).flatten(2))), applied, state
 
     def _split(self, x: Tensor) -> Tensor:
         """(b n heads·d) -> (b heads n d)"""

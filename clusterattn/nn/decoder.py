@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from .._errors import check_whole
 from ..methods import ClusterFormer, ClusterFormerState, MethodSpec
 from ..methods import method as as_method
 from .attention import MultiheadAttention
+from .clusterformer import ClusterMap, NeuralClusters
 from .encoder import Frame, last_norm
 
 COMMITMENT = 1e-4  # the published weight of Routing's commitment loss
@@ -28,10 +30,8 @@ class DecoderLayer(Frame):
         here: dict[str, Any] = {"device": self.linear1.weight.device, "dtype": self.linear1.weight.dtype}
         self.cross = MultiheadAttention(embed_dim, heads, "exact", dropout=self.dropout.p, **here)
         self.norm_cross = nn.LayerNorm(embed_dim, **here)
-        self.cluster_proj: nn.Linear | None = None
-        if isinstance(self.attention.method, ClusterFormer):
-            self.cluster_proj = nn.Linear(embed_dim, embed_dim, bias=False, **here)
-            nn.init.xavier_uniform_(self.cluster_proj.weight)
+        own = self.attention.method
+        self.cluster_proj = ClusterMap(embed_dim, own, **here) if isinstance(own, ClusterFormer) else None
 
     def forward(
         self,
@@ -54,12 +54,13 @@ class DecoderLayer(Frame):
         return self.leave(x, heard), new if self.cluster_proj is not None else None  # Routing keeps its own
 
 
-class Decoder(nn.Module):
+class Decoder(NeuralClusters, nn.Module):
     """A stack of ``DecoderLayer``.
 
     length   ClusterFormer has near the root of it clusters, where the method leaves their number open
-    mu, nu   weights of ClusterFormer's losses; its trained centroids go from layer to layer as in
-             ``ClusterFormerEncoder``, in the paper's masked variant (appendix B, its mask corrected)
+
+    ClusterFormer's trained centroids and its losses are those of ``ClusterFormerEncoder``, in the paper's masked
+    variant (appendix B, its mask corrected).
 
     No token ever hears the value of a later one. But Reformer, Routing, ClusterFormer and Smyrf are only
     value-causal: over a whole sequence, as in training, later tokens have a say in who is grouped with whom;
@@ -75,9 +76,6 @@ class Decoder(nn.Module):
         method: MethodSpec = "refined",
         *,
         length: int = 512,
-        mu: float = 0.1,
-        nu: float = 0.1,
-        similarity: str = "cosine",
         norm_first: bool = True,
         final_norm: bool | None = None,
         seed: int = 0,
@@ -85,13 +83,11 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_whole("Decoder", layers=layers)
-        chosen, self.mu, self.nu = as_method(method), mu, nu
-        self.centroids: nn.Parameter | None = None
+        chosen = as_method(method)
+        self.centroids = None
         if isinstance(chosen, ClusterFormer):
-            clusters = chosen.clusters or max(math.isqrt(length), 1)
-            chosen = ClusterFormer(clusters=clusters, blocks=chosen.blocks, similarity=similarity)
-            here = {name: options.get(name) for name in ("device", "dtype")}
-            self.centroids = nn.Parameter(torch.randn(clusters, embed_dim, **here) * embed_dim**-0.5)
+            chosen = replace(chosen, clusters=chosen.clusters or max(math.isqrt(length), 1))
+            self.own_centroids(chosen, embed_dim, layers, options)
         self.layers = nn.ModuleList(
             DecoderLayer(embed_dim, heads, chosen, norm_first=norm_first, seed=seed + at, **options)
             for at in range(layers)
@@ -102,16 +98,15 @@ class Decoder(nn.Module):
         self, y: Tensor, memory: Tensor, key_mask: Tensor | None = None, memory_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """y (b n dim), memory (b m dim), masks True = a real token: (b n dim), and the method's own loss, weighted."""
-        state = None if self.centroids is None else ClusterFormerState(self.centroids)
         auxiliary = y.new_zeros((), dtype=torch.float32)
-        for layer in self.layers:
+        states: list[ClusterFormerState] = []
+        for at, layer in enumerate(self.layers):
+            state = None if self.centroids is None else self.state_for(at, states[-1] if states else None)
             y, state = layer(y, memory, key_mask, memory_mask, state)
-            auxiliary = auxiliary + self._loss_of(layer, state)
+            if state is not None:
+                states.append(state)
+            left = layer.attention.take_auxiliary_loss() if isinstance(layer, DecoderLayer) else None
+            auxiliary = auxiliary if left is None else auxiliary + COMMITMENT * left  # a sum, as in the encoder
+        if states:
+            auxiliary = self.joint_loss(auxiliary, self.mean_losses(states))
         return self.norm(y), auxiliary
-
-    def _loss_of(self, layer: nn.Module, state: ClusterFormerState | None) -> Tensor | float:
-        """ClusterFormer's losses are means over layers, Routing's commitment a sum, as in the encoders."""
-        if state is not None and state.clustering_loss is not None and state.sorting_loss is not None:
-            return (self.mu * state.clustering_loss + self.nu * state.sorting_loss) / len(self.layers)
-        left = layer.attention.take_auxiliary_loss() if isinstance(layer, DecoderLayer) else None
-        return 0.0 if left is None else COMMITMENT * left

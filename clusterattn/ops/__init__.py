@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._errors import bad_value
-from . import _backends, bucketed, coarse, draw, fine, hashing, kmeans, members, merge, rows, tables
+from . import _backends, beside, bucketed, coarse, draw, fine, hashing, kmeans, members, merge, rows, tables
 from ._backends import Backend, Served, add
 from ._jit import why_no_kernels
 from ._reference import BY_TORCH
 from ._triton import TRITON
 
 __all__ = [
-    "VERBS", "Backend", "Ops", "Served", "add", "bucketed", "choose", "coarse", "draw", "fine", "hashing", "kmeans",
-    "members", "merge", "rows", "tables", "verbs",
+    "VERBS", "Backend", "Ops", "Served", "add", "beside", "bucketed", "choose", "coarse", "draw", "fine", "hashing",
+    "kmeans", "members", "merge", "rows", "tables", "verbs",
 ]  # fmt: skip
 
 # Each keeps the contract written in its folder, whichever backend serves it.
 VERBS: tuple[Callable[..., Any], ...] = (
     kmeans.codes, kmeans.covariance, kmeans.farthest, kmeans.kmeans, kmeans.nearest, kmeans.lloyd, kmeans.assign,
-    members.members, kmeans.means, rows.take, rows.broadcast,
+    beside.beside, members.members, kmeans.means, rows.take, rows.broadcast,
     coarse.coarse, coarse.top_keys, fine.near_and_far, bucketed.bucketed, bucketed.itself_at_least,
     hashing.directions, hashing.scores, hashing.lifts, hashing.polytope, hashing.balanced, hashing.chunked,
     hashing.unit,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import bad_value
-
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "use_kernel", "tl", "triton",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "tl", "triton",
     "why_no_kernels",
 ]  # fmt: skip
 
@@ -29,8 +25,16 @@ INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
+# Lengths and seeds: a kernel compiled for one value of them serves all
+LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "grown")
+
+
 def jit(function: Any) -> Any:
-    return triton.jit(function) if HAVE_TRITON else function
+    """triton.jit; _launch.py runs what it makes."""
+    if not HAVE_TRITON:
+        return function
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[name for name in LOOSE if name in names])
 
 
 def why_no_kernels(x: Tensor) -> str | None:
@@ -59,21 +63,3 @@ def rows(x: Tensor) -> Tensor:
 def precision(x: Tensor) -> str:
     """fp32 inputs are multiplied as fp32, not as tf32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
-@functools.cache
-def _say_once(verb: str, reason: str) -> None:
-    logging.getLogger("clusterattn").info("%s takes the reference path: %s", verb, reason)
-
-
-def use_kernel(verb: str, backend: str, reason: str | None) -> bool:
-    """Does a kernel serve this call? "auto" says once why not, "triton" insists."""
-    if backend == "reference" or (backend == "auto" and INTERPRETING):  # interpreting is for those who ask
-        return False
-    if reason is None:
-        return True
-    if backend == "triton":
-        raise bad_value(f"a call of {verb} that a Triton kernel can serve", reason, 'backend="auto" or "reference"')
-    if not torch.compiler.is_compiling():
-        _say_once(verb, reason)
-    return False

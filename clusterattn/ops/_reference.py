@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._backends import REFERENCE, Backend, Served
+from .beside import reference as beside_reference
 from .bucketed import reference as bucketed_reference
 from .coarse import reference as coarse_reference
 from .kmeans import reference as kmeans_reference
@@ -23,13 +25,16 @@ def _coarse(c: Tensor, *rest: Any) -> tuple[coarse_reference.Found, Tensor]:
 
 
 def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *given_, _bits, reach = given
-    return coarse_reference.backward(*given_, reach)
+    wanted, bits = given[:-2] + given[-1:], given[-2]
+    assert bits.numel() == 0
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = coarse_reference.backward
+    return backward(*wanted)
 
 
 BY_TORCH = Backend(
     REFERENCE,
     {
+        "beside": Served(_can, beside_reference.beside),
         "bucketed": Served(_can, bucketed_reference.forward, bucketed_reference.backward),
         "coarse": Served(_can, _coarse, _coarse_backward),
         "covariance": Served(_can, kmeans_reference.covariance),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._backends import Backend, Served
 from ._jit import why_no_kernels
+from .beside import kernels as beside_kernels
 from .bucketed import backward_kernels as bucketed_backward_kernels
 from .bucketed import kernels as bucketed_kernels
 from .coarse import served as coarse_served
@@ -31,6 +32,7 @@ TRITON = Backend(
         "broadcast": Served(why_no_kernels, row_kernels.broadcast, row_kernels.broadcast_backward),
         "coarse": Served(coarse_served.why_not, coarse_served.forward, coarse_served.backward),
         "near_and_far": Served(fine_served.why_not, fine_served.forward, fine_served.backward),
+        "beside": Served(beside_kernels.why_not, beside_kernels.beside),
         "bucketed": Served(bucketed_kernels.why_not, bucketed_kernels.forward, bucketed_backward_kernels.backward),
         "directions": Served(why_no_kernels, hashing_kernels.directions),
         "scores": Served(hashing_kernels.why_not, hashing_kernels.scores),

@@ -326,4 +326,6 @@ class Search:
             "layers": rows,
             "environment": {**environment(_device(self.bench.model)), "transformers": transformers.__version__},
         }
-        return Plan({key: given for key, given in choice.items() if not is_exact(given)}, note=note)
+        served = {key: given for key, given in choice.items() if not is_exact(given)}
+        longest = max((max(each.n, each.m) for layer in self.layers.values() for each in layer.shapes), default=None)
+        return Plan(served, note=note, host="transformers", length=longest)

@@ -31,25 +31,14 @@ class Stack(nn.Module):
     """
 
     def __init__(
-        self,
-        method: MethodSpec,
-        dim: int,
-        heads: int,
-        layers: int,
-        *,
-        length: int = 512,
-        mu: float = 0.1,
-        nu: float = 0.1,
-        **options: Any,
+        self, method: MethodSpec, dim: int, heads: int, layers: int, *, length: int = 512, **options: Any
     ) -> None:
         super().__init__()
         chosen = as_method(method)
         self.layers: nn.Module
         if isinstance(chosen, ClusterFormer):
-            clusters = chosen.clusters or max(math.isqrt(length), 1)
-            self.layers = ClusterFormerEncoder(
-                dim, heads, layers, clusters, blocks=chosen.blocks, mu=mu, nu=nu, **options
-            )
+            settings = {**vars(chosen), "clusters": chosen.clusters or max(math.isqrt(length), 1)}
+            self.layers = ClusterFormerEncoder(dim, heads, layers, **settings, **options)
         else:
             self.layers = Encoder(dim, heads, layers, chosen, **options)
 

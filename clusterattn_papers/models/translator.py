@@ -13,7 +13,7 @@ from clusterattn._errors import bad_value, check_whole
 from clusterattn.methods import MethodSpec
 from clusterattn.nn.decoder import Decoder
 
-from ._parts import Answer, Positions, Stack
+from ._parts import Answer, Positions, Stack, attentions
 
 NEVER = float("-inf")
 
@@ -53,12 +53,29 @@ class Translator(nn.Module):
         self.encoder = Stack(method, dim, heads, layers, **shared)
         self.decoder = Decoder(dim, heads, layers if decoder_layers is None else decoder_layers, method, **shared)
 
+    @property
+    def strict(self) -> bool:
+        """Does no later token of a target change what is said of an earlier one?"""
+        return all(each.method.causality == "strict" for each in attentions(self.decoder) if each.causal)
+
     def forward(self, source: Tensor, source_mask: Tensor, target: Tensor, target_mask: Tensor | None = None) -> Answer:
         """source (b m) and target (b n), which begins with ``start``; masks True = a real token. Logits (b n words)
         of the token after each."""
         memory, of_encoder = self.encode(source, source_mask)
         hidden, of_decoder = self.decoder(self._embedded(target), memory, target_mask, source_mask)
         return Answer(self._logits(hidden), of_encoder + of_decoder)
+
+    def surprise(self, source: Tensor, source_mask: Tensor, target: Tensor, wanted: Tensor, ignored: int) -> Tensor:
+        """-log p of each wanted token (b n) after the prefix of the target that ends before it, and nothing else: what
+        a search sees. ``forward`` shows value-causal methods the whole target, whose later tokens have a say in the
+        groups. 0 where wanted is ``ignored``. As many decodings as there are tokens."""
+        memory, _ = self.encode(source, source_mask)
+        found = []
+        for at in range(1, target.shape[1] + 1):
+            hidden, _ = self.decoder(self._embedded(target[:, :at]), memory, None, source_mask)
+            logits = self._logits(hidden[:, -1]).float()
+            found.append(nn.functional.cross_entropy(logits, wanted[:, at - 1], ignore_index=ignored, reduction="none"))
+        return torch.stack(found, 1)
 
     def encode(self, source: Tensor, source_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         memory: tuple[Tensor, Tensor] = self.encoder(self._embedded(source), source_mask)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from clusterattn.measure import plots
 
+from ._readings import CHOSEN, in_paper
+
 LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
 
@@ -20,8 +22,8 @@ def drawn_lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None
         lines = {}
         for axis, (title, drawn) in zip(axes, panels, strict=True):
             for label, (lengths, heights) in drawn.items():
-                colour, marker = plots.style_of(styles.get(label, label))
-                dotted = ":" if label == "lsh-1" else "--" if "written out" in label else "-"
+                colour, marker = plots.style_of(styles.get(label, in_paper(label)))
+                dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
                 lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
             axis.set(title=title, xlabel="length N (tokens)")
             if log:

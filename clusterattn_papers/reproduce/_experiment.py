@@ -163,7 +163,7 @@ def pinned(spec: MethodSpec) -> Method:
     of 256. What the rows' configurations say stays as it was written."""
     method = as_method(spec)
     if isinstance(method, Refined):
-        sizes = {"clusters": 100, "top": 32, "parts": 1, "slope": False, "steps": 5}
+        sizes: dict[str, Any] = {"clusters": 100, "top": 32, "parts": 1, "slope": False, "steps": 5}
         method = replace(method, **{name: size for name, size in sizes.items() if getattr(method, name) is None})
     if isinstance(method, Clustered) and method.block is None:
         method = replace(method, block=256)

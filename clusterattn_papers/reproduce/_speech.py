@@ -82,6 +82,25 @@ class SpeechConfig:
 
 
 SMALL = SpeechConfig(steps=3000)
+# What Figure 1 sweeps at the small scale: layers and clusters, with one seed. Not in the configuration: the rows that
+# are there carry its fingerprint.
+SWEPT: dict[SpeechConfig, tuple[tuple[str, int], ...]] = {
+    SMALL: (
+        ("full", 2),
+        ("full", 6),
+        ("clustered-100", 6),
+        ("improved-100", 2),
+        ("improved-100", 6),
+        ("refined-100", 6),
+        ("clustered-50", 4),
+        ("clustered-200", 4),
+        ("clustered-300", 4),
+        ("improved-50", 4),
+        ("improved-200", 4),
+        ("refined-50", 4),
+        ("refined-200", 4),
+    ),
+}
 PAPER = SpeechConfig(
     also=(
         ("full", 4),
@@ -167,7 +186,7 @@ class Trained(Experiment):
 
     def cells(self, config: SpeechConfig) -> list[Cell]:
         wanted = [(name, config.layers, seed) for seed in config.seeds for name in config.trained]
-        wanted += [(name, layers, config.seeds[0]) for name, layers in config.also]
+        wanted += [(name, layers, config.seeds[0]) for name, layers in config.also + SWEPT.get(config, ())]
         slow = {"full": 1.0, "shared-full": 1.0, "lsh-1": 1.2}
         paces = dict.fromkeys((name, layers) for name, layers, _ in wanted)
         return [

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, apart, lead, pinned
+from ._readings import PAPERS, READINGS, READINGS_NOTE, in_paper, reading
+from ._readings import SAYS as READ
 
 SAYS = {
     "transformer": "Transformer", "reformer": "Reformer", "routing": "Routing Transformer",
-    "clusterformer": "ClusterFormer", "improved": "improved clustered (not in the paper)", "refined": "refined (ours)",
+    **READ, "improved": "improved clustered (not in the paper)", "refined": "refined (ours)",
 }  # fmt: skip
 FOUR = ("transformer", "reformer", "routing", "clusterformer")
 OURS = ("improved", "refined")
@@ -38,7 +40,6 @@ LEAST_UPDATES = 20  # in an epoch: batches of a small set are smaller
 LEAST_STEPS = 800  # in all: of a small set more epochs, all of them, since a short one says little of the next
 WARMUP = 50  # updates; less where an epoch is shorter
 ALONE = "no telling from one repetition"
-WEIGHT = 0.1  # of L1 and L2, where not zero
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ def spec(method: str, mean: float, clusters: int | None) -> str:
     """A method with ClusterFormer's budget: a query meets two blocks of 1/k of the mean length each."""
     k = clusters or max(math.ceil(math.sqrt(mean)), 2)
     block = math.ceil(mean / k)
+    if method in READINGS:
+        return reading(method, k)
     return {
         "transformer": "exact",
         "reformer": f"reformer:rounds=1,chunk={block}",
         "routing": f"routing:clusters={k},window={2 * block}",
-        "clusterformer": f"clusterformer:clusters={k}",
         "improved": f"improved:clusters={k},top={2 * block}",
         "refined": f"refined:clusters={k},top={2 * block}",
     }[method]
@@ -163,6 +165,7 @@ def trained(task: Labelled, method: str, config: TextConfig, seed: int, context:
         "memory_mib": memory,
         "seconds_per_epoch": statistics.median(later) if later else fitted.seconds_per_epoch,
         "history": history,
+        **({"groupings": fitted.history[-1]["groupings"]} if "groupings" in fitted.history[-1] else {}),
     }
 
 
@@ -178,7 +181,17 @@ def task_losses(history: Sequence[Row], steps: int, auxiliary: Sequence[Tensor])
 
 
 class TextExperiment(Experiment):
-    """Sets × methods × repetitions."""
+    """Sets × methods × repetitions. ``readings``: labels of ClusterFormer that are shown beside the first; not in the
+    configuration, whose fingerprint the rows of all other methods carry."""
+
+    readings: ClassVar[tuple[str, ...]] = ()
+
+    def methods(self, config: TextConfig) -> tuple[str, ...]:
+        """All that are shown, ClusterFormer's readings together."""
+        found = list(config.methods)
+        if PAPERS in found:
+            found[found.index(PAPERS) + 1 : found.index(PAPERS) + 1] = self.readings
+        return tuple(found)
 
     def cells(self, config: TextConfig) -> list[Cell]:
         return [
@@ -188,7 +201,7 @@ class TextExperiment(Experiment):
                 config.seconds * (3 if name == "20NEWS" else 1),
             )
             for name, repeats in config.sets
-            for method in config.methods + (config.for_long if name == "20NEWS" else ())
+            for method in self.methods(config) + (config.for_long if name == "20NEWS" else ())
             for seed in range(repeats)
         ]
 
@@ -223,7 +236,7 @@ BUDGET = (
     "length: k blocks of w tokens, a query meets two of them; Reformer one round of chunks of w; Routing k centroids "
     "that take 2w; improved and refined (where shown) k clusters and top 2w."
 )
-LOSSES = f"ClusterFormer's loss weights, not told in the paper, are mu = nu = {WEIGHT} on cosine similarities."
+LOSSES = READINGS_NOTE
 
 
 def compared(
@@ -240,7 +253,8 @@ def compared(
         found = apart(rows, key, one, other, set=which)
         if found:
             distance, verdict = lead(found)
-            paper = f" (paper {published[one][name] - published[other][name]:+.1f})" if one in published else ""
+            theirs = published.get(in_paper(one), {}).get(name)
+            paper = "" if theirs is None else f" (paper {theirs - published[other][name]:+.1f})"
             leads.append(f"{name} {distance}{paper}")
             verdicts[verdict or ALONE].append(name)
     if not leads:

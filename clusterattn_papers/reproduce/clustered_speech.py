@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 from clusterattn._rows import Row
 
 from ._experiment import Cell, Table, apart, beside, chosen, lead, spread
-from ._speech import DEEP, HISTORY, PAPER, SMALL, SMOKE, TRAINED, TRAINING, SpeechConfig, Trained, fits
+from ._speech import DEEP, HISTORY, PAPER, SMALL, SMOKE, SWEPT, TRAINED, TRAINING, SpeechConfig, Trained, fits
 
-LOSS, ERROR = HISTORY.index("loss"), len(HISTORY)  # places in a line of a history
+LOSS, DEV_LOSS, ERROR = HISTORY.index("loss"), HISTORY.index("nll"), len(HISTORY)  # places in a line of a history
 
 # Table 1: validation phone error rates in percent, by (evaluated with, trained with); improved is their i-clustered
 TABLE1 = {
@@ -103,7 +103,7 @@ class ClusteredTable1(Trained):
     scales: ClassVar[dict[str, Any]] = {"smoke": SMOKE, "small": SMALL, "paper": PAPER}
 
     def shows(self, cell: Cell) -> bool:
-        return not cell.alone
+        return not cell.alone and not _swept(cell)
 
     def tables(self, rows: Sequence[Row], config: SpeechConfig) -> list[Table]:
         rows = [row for row in rows if row["layers"] == config.layers]
@@ -194,11 +194,19 @@ RIVALS += [("improved-100", "lsh-1"), ("improved-100", "lsh-4"), ("improved-100"
 RIVALS += [(f"refined-{c}", f"improved-{c}") for c in (100, 200)]
 
 
+def _swept(cell: Cell) -> bool:
+    """Is it there for Figure 1 alone?"""
+    return any((cell.settings["trained"], cell.settings["layers"]) in swept for swept in SWEPT.values())
+
+
 class Shown(Trained):
     """Another view of Table 1's models."""
 
     rows_from = "clustered-table1"
     scales: ClassVar[dict[str, Any]] = ClusteredTable1.scales
+
+    def shows(self, cell: Cell) -> bool:
+        return not _swept(cell)
 
     def differences(self, config: SpeechConfig) -> list[str]:
         return [*common_differences(config), *times_note(config)]
@@ -241,7 +249,13 @@ def trained_table(
     """Error, time per epoch and time to the best weights of models evaluated with what trained them."""
     table = Table(
         "Training to the end (the paper's | ours)",
-        ["", error, f"time per epoch, {units[0]}", f"time to the best weights, {units[1]}"],
+        [
+            "",
+            error,
+            f"time per epoch, {units[0]}",
+            f"time to the best weights, {units[1]}",
+            "dev loss then, nats (ours)",
+        ],
     )
     for name in config.trained:
         mine = of_its_own(rows, config, name)
@@ -254,6 +268,7 @@ def trained_table(
                 beside(theirs[0], chosen(mine, "test"), 2, 100),
                 beside(theirs[1], [epoch for epoch, _ in times], 2, factors[0]),
                 beside(theirs[2], [best for _, best in times], 4, factors[1]),
+                spread([best_line(row)[DEV_LOSS] for row in mine], 3),
             ]
         )
     return table
@@ -264,9 +279,14 @@ def per_epoch(row: Row) -> float:
     return float(row["steps"] * row["seconds_per_epoch"] / row["seconds"])
 
 
+def best_line(row: Row) -> list[float]:
+    """The line of a history with the least errors on dev: its weights are kept."""
+    line: list[float] = min(row["history"], key=lambda line: line[ERROR])
+    return line
+
+
 def best_step(row: Row) -> int:
-    step: int = min(row["history"], key=lambda line: line[ERROR])[HISTORY.index("step")]
-    return step
+    return int(best_line(row)[HISTORY.index("step")])
 
 
 def of_its_own(rows: Sequence[Row], config: SpeechConfig, name: str) -> list[Row]:

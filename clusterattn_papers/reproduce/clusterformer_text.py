@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.methods import ClusterFormer
 
 from ._experiment import Cell, Context, Table, apart, beside, chosen, lead, spread
+from ._readings import CHOSEN, NEW, PAPERS, READINGS, in_paper, reading
 from ._texts import (
     BUDGET,
     LOSSES,
     OURS,
     SAYS,
-    WEIGHT,
     TextConfig,
     TextExperiment,
     against_paper,
@@ -61,6 +65,7 @@ class ClusterFormerTable2(TextExperiment):
     place = "Table 2"
     about = "text classification: CR, MR, SUBJ, MPQA, 20NEWS; transformer, reformer, routing, clusterformer"
     needs = ("sentences", "20news", "embeddings")
+    readings = (CHOSEN,)
     scales: ClassVar[dict[str, Any]] = {
         "smoke": TextConfig(sets=(("CR", 1), ("20NEWS", 1)), for_long=OURS, **SMOKE),
         "small": TextConfig(sets=(("CR", 6), ("MR", 3), ("SUBJ", 3), ("MPQA", 3), ("20NEWS", 3)), for_long=OURS),
@@ -73,8 +78,8 @@ class ClusterFormerTable2(TextExperiment):
     def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         sets = [name for name, _ in config.sets]
         table = Table("Test accuracy, per cent (the paper's | ours)", ["Model", *sets, "Average"])
-        for method in config.methods + config.for_long:
-            paper = TABLE2.get(method, {})
+        for method in self.methods(config) + config.for_long:
+            paper = TABLE2.get(in_paper(method), {})
             ours = {name: chosen(rows, "accuracy", set=name, method=method) for name in sets}
             whole = all(ours.values())
             theirs = statistics.fmean(paper[name] for name in sets) if paper else None
@@ -82,7 +87,7 @@ class ClusterFormerTable2(TextExperiment):
             cells = [beside(paper.get(name), ours[name], times=100) if paper or ours[name] else "–" for name in sets]
             table.rows.append([SAYS[method], *cells, beside(theirs, mean, times=100) if paper else "–"])
         table.notes = ["± is the standard deviation over repetitions."]
-        used = {f"{row['set']} {row['spec']}" for row in rows if row["method"] == "clusterformer"}
+        used = {f"{row['set']} {row['spec']}" for row in rows if row["method"] in READINGS}
         if used:
             table.notes.append(f"{', '.join(sorted(used))}.")
         return [table]
@@ -102,17 +107,19 @@ class ClusterFormerTable2(TextExperiment):
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         columns = [(name, name, "accuracy") for name, _ in config.sets]
-        lines = [compared(rows, columns, TABLE2, other) for other in ("transformer", "reformer", "routing")]
-        lines += [compared(rows, columns, TABLE2, "transformer", one) for one in config.for_long]
-        worse = [
-            name
-            for name, _ in config.sets
-            if (found := apart(rows, "accuracy", "clusterformer", "transformer", set=name))
-            and statistics.fmean(found) < -1
+        mine = (PAPERS, *self.readings)
+        lines = [
+            compared(rows, columns, TABLE2, other, one)
+            for one in mine
+            for other in ("transformer", "reformer", "routing")
         ]
-        if any(lines):
-            where = ", ".join(worse) or "none of them"
-            lines.append(f"In the mean ClusterFormer is more than one point worse than the Transformer on {where}.")
+        lines += [compared(rows, columns, TABLE2, "transformer", one) for one in config.for_long]
+        for one in mine:
+            found = {name: apart(rows, "accuracy", one, "transformer", set=name) for name, _ in config.sets}
+            worse = [name for name, each in found.items() if each and statistics.fmean(each) < -1]
+            if any(found.values()):
+                where = ", ".join(worse) or "none of them"
+                lines.append(f"In the mean {SAYS[one]} is more than one point worse than the Transformer on {where}.")
         return [line for line in lines if line]
 
 
@@ -132,6 +139,7 @@ class ClusterFormerTable3(TextExperiment):
     place = "Table 3"
     about = "inference and matching: SNLI, SciTail, Quora, WikiQA (MAP, MRR); one layer, k = 3"
     needs = ("matching", "embeddings")
+    readings = NEW
     scales: ClassVar[dict[str, Any]] = {
         "smoke": TextConfig(sets=(("SNLI", 1), ("WikiQA", 1)), **SMALL_PAIRS | SMOKE),
         "small": TextConfig(sets=(("SNLI", 3), ("SciTail", 3), ("Quora", 3), ("WikiQA", 3)), **SMALL_PAIRS),
@@ -146,10 +154,11 @@ class ClusterFormerTable3(TextExperiment):
         columns = [each for each in PAIR_COLUMNS if each[1] in sets]
         titles = [name if name == which else f"{which} {name.upper()}" for name, which, _ in columns]
         table = Table("Test accuracy, MAP and MRR, per cent (the paper's | ours)", ["Model", *titles])
-        for method in config.methods:
+        for method in self.methods(config):
             ours = [chosen(rows, key, set=which, method=method) for _, which, key in columns]
             cells = [
-                beside(TABLE3[method][name], each, times=100) for (name, _, _), each in zip(columns, ours, strict=True)
+                beside(TABLE3[in_paper(method)][name], each, times=100)
+                for (name, _, _), each in zip(columns, ours, strict=True)
             ]
             table.rows.append([SAYS[method], *cells])
         table.notes = ["± is the standard deviation over seeds. WikiQA: questions that have right and wrong answers."]
@@ -167,8 +176,15 @@ class ClusterFormerTable3(TextExperiment):
         ]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
-        lines = [compared(rows, PAIR_COLUMNS, TABLE3, other) for other in ("transformer", "reformer", "routing")]
+        lines = [
+            compared(rows, PAIR_COLUMNS, TABLE3, other, one)
+            for one in (PAPERS, *self.readings)
+            for other in ("transformer", "reformer", "routing")
+        ]
         return [line for line in lines if line]
+
+
+LINES = dict(zip(NEW, ("--", ":", "-."), strict=True))
 
 
 class ClusterFormerFig5(ClusterFormerTable3):
@@ -179,12 +195,12 @@ class ClusterFormerFig5(ClusterFormerTable3):
 
     def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         table = Table("SNLI: epochs to convergence (the paper's | ours)", ["Model", "epochs", "training loss then"])
-        for method in config.methods:
+        for method in self.methods(config):
             best = [max(row["history"], key=lambda each: each["accuracy"]) for row in self._curves(rows, method)]
             table.rows.append(
                 [
                     SAYS[method],
-                    beside(str(FIGURE5[method]), [each["epoch"] for each in best]),
+                    beside(str(FIGURE5[in_paper(method)]), [each["epoch"] for each in best]),
                     spread([each["loss"] for each in best], 3),
                 ]
             )
@@ -195,9 +211,9 @@ class ClusterFormerFig5(ClusterFormerTable3):
         with plots.rules():
             figure = plots.canvas(6.2, 3.8)
             axes = figure.subplots()
-            for method in config.methods:
+            for method in self.methods(config):
                 for at, row in enumerate(self._curves(rows, method)):
-                    colour, marker = plots.style_of("exact" if method == "transformer" else method)
+                    colour, marker = plots.style_of("exact" if method == "transformer" else in_paper(method))
                     axes.plot(
                         [each["epoch"] for each in row["history"]],
                         [each["loss"] for each in row["history"]],
@@ -206,6 +222,7 @@ class ClusterFormerFig5(ClusterFormerTable3):
                         ms=4,
                         lw=1.2,
                         alpha=0.8,
+                        ls=LINES.get(method, "-"),
                         label=SAYS[method] if at == 0 else None,
                     )
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
@@ -230,8 +247,9 @@ class ClusterFormerFig5(ClusterFormerTable3):
             method: [
                 max(row["history"], key=lambda each: each["accuracy"])["epoch"] for row in self._curves(rows, method)
             ]
-            for method in config.methods
+            for method in self.methods(config)
         }
+        epochs = {method: each for method, each in epochs.items() if each or method in config.methods}
         if not all(epochs.values()):
             return []
         order = sorted(epochs, key=lambda method: statistics.fmean(epochs[method]))
@@ -256,32 +274,37 @@ class ClusterFormerTable4(TextExperiment):
     }  # fmt: skip
 
     def cells(self, config: TextConfig) -> list[Cell]:
+        """What was there before the readings keeps its name; the written out transformer and the chosen reading have
+        names of their own."""
+        before = [("exact" if k == 0 else f"{k} clusters", {"clusters": k}) for k in config.many_clusters]
+        new = [("exact, written out", {"clusters": 0, "reading": WRITTEN_OUT})]
+        new += [(f"{k} clusters, {CHOSEN}", {"clusters": k, "reading": CHOSEN}) for k in config.many_clusters if k]
         return [
-            Cell(
-                f"{f'{k} clusters' if k else 'exact'}, seed {seed}",
-                {"set": name, "clusters": k, "seed": seed},
-                config.seconds,
-                alone=True,
-            )
+            Cell(f"{label}, seed {seed}", {"set": name, "seed": seed, **settings}, config.seconds, alone=True)
             for name, repeats in config.sets
-            for k in config.many_clusters
+            for label, settings in before + new
             for seed in range(repeats)
         ]
 
     def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
-        task, k = self.task(cell, config, context), cell.settings["clusters"]
-        return [trained(task, f"clusterformer:clusters={k}" if k else "exact", config, cell.settings["seed"], context)]
+        task, k, label = self.task(cell, config, context), cell.settings["clusters"], cell.settings.get("reading")
+        method = reading(label or PAPERS, k) if k else "exact"
+        with sdpa_kernel(SDPBackend.MATH) if label == WRITTEN_OUT else contextlib.nullcontext():
+            return [trained(task, method, config, cell.settings["seed"], context)]
 
     def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
         table = Table("20NEWS (the paper's | ours)", ["Model", "accuracy, %", "memory, MiB", "seconds per epoch"])
-        for k in config.many_clusters:
+        models = [("Transformer, written out", 0, WRITTEN_OUT), ("Transformer, SDPA", 0, None)]
+        models += [(f"k = {k}, {words}", k, label) for label, words in HEADS.items() for k in config.many_clusters if k]
+        for words, k, label in models:
             accuracy, memory, seconds = TABLE4[k]
+            mine = {"clusters": k, "reading": label}
             table.rows.append(
                 [
-                    f"k = {k}" if k else "Transformer",
-                    beside(accuracy, chosen(rows, "accuracy", clusters=k), times=100),
-                    beside(float(memory), chosen(rows, "memory_mib", clusters=k), 0),
-                    beside(seconds, chosen(rows, "seconds_per_epoch", clusters=k)),
+                    words,
+                    beside(accuracy, chosen(rows, "accuracy", **mine), times=100),
+                    beside(float(memory), chosen(rows, "memory_mib", **mine), 0),
+                    beside(seconds, chosen(rows, "seconds_per_epoch", **mine)),
                 ]
             )
         table.notes = [
@@ -297,7 +320,8 @@ class ClusterFormerTable4(TextExperiment):
         return [
             f"Texts are cut after {config.length} words (published: 1500); batches hold texts of like length, so few "
             "are as long as that.",
-            "Exact attention is torch's SDPA, which keeps no attention matrix; the paper's, of 2022, does.",
+            "The paper's Transformer, of 2022, keeps its attention matrix: written out. Torch's SDPA, beside it, does "
+            "not.",
             sizes_note(config, "2 layers of width 300, batches of 64 on a V100"),
             LOSSES,
         ]
@@ -305,16 +329,28 @@ class ClusterFormerTable4(TextExperiment):
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         """The paper: up to 60 clusters little accuracy is lost, and memory and time are saved with any number."""
         lines = []
-        for place, (key, words) in enumerate(MEASURED.items()):
-            found = {k: each for k in config.many_clusters if (each := chosen(rows, key, clusters=k))}
-            if len(found) > 1 and 0 in found:
-                ours = {k: statistics.fmean(each) * (100 if key == "accuracy" else 1) for k, each in found.items()}
-                theirs = {k: TABLE4[k][place] for k in found}
-                say = _points if key == "accuracy" else _times
-                lines.append(f"ClusterFormer against exact attention, {words}: {say(ours)} (paper: {say(theirs)}).")
+        for label, heads in HEADS.items():
+            for exact, words in ((None, "SDPA"), (WRITTEN_OUT, "the written out transformer")):
+                for place, (key, measured) in enumerate(MEASURED.items()):
+                    found = {
+                        k: each
+                        for k in config.many_clusters
+                        if (each := chosen(rows, key, clusters=k, reading=label if k else exact))
+                    }
+                    if len(found) > 1 and 0 in found:
+                        ours = {
+                            k: statistics.fmean(each) * (100 if key == "accuracy" else 1) for k, each in found.items()
+                        }
+                        theirs = {k: TABLE4[k][place] for k in found}
+                        say = _points if key == "accuracy" else _times
+                        lines.append(
+                            f"ClusterFormer ({heads}) against {words}, {measured}: {say(ours)} (paper: {say(theirs)})."
+                        )
         return lines
 
 
+WRITTEN_OUT = "written out"
+HEADS = {None: "one grouping for all heads", CHOSEN: "one for each head"}  # by what rows say of their reading
 MEASURED = {"accuracy": "points of accuracy", "memory_mib": "times the memory", "seconds_per_epoch": "times the time"}
 
 
@@ -344,21 +380,34 @@ class ClusterFormerTable5(TextExperiment):
     }  # fmt: skip
     columns = tuple(each for each in PAIR_COLUMNS if each[1] in ("SciTail", "WikiQA"))
 
+    def methods(self, config: TextConfig) -> tuple[str, ...]:
+        """The weights with the first reading, under the names that its rows have, and with the chosen one."""
+        return config.methods + tuple(each + WITH_CHOSEN for each in config.methods)
+
     def run(self, cell: Cell, config: TextConfig, context: Context) -> list[Row]:
-        first, _, second = cell.settings["method"].partition("/")
-        method = f"clusterformer:clusters={config.clusters}"
-        weights = {"mu": WEIGHT * (first == "Y"), "nu": WEIGHT * (second == "Y")}
-        return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context, **weights)]
+        weights, _, label = cell.settings["method"].partition(", ")
+        first, _, second = weights.partition("/")
+        settings = READINGS[label or PAPERS]
+        settings = settings | {"mu": settings["mu"] * (first == "Y"), "nu": settings["nu"] * (second == "Y")}
+        method = str(ClusterFormer(clusters=config.clusters, **settings))
+        return [trained(self.task(cell, config, context), method, config, cell.settings["seed"], context)]
 
     def tables(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
-        table = Table("L1 / L2 with weight (Y) or without (N), per cent (the paper's | ours)", ["", *config.methods])
-        for name, which, key in self.columns:
-            cells = [
-                beside(TABLE5[each][name], chosen(rows, key, set=which, method=each), 2, 100) for each in config.methods
-            ]
-            table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
-        table.notes = ["± is the standard deviation over seeds."]
-        return [table]
+        found = []
+        for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
+            table = Table(
+                f"L1 / L2 with weight (Y) or without (N), {heads}, per cent (the paper's | ours)",
+                ["", *config.methods],
+                notes=["± is the standard deviation over seeds."],
+            )
+            for name, which, key in self.columns:
+                cells = [
+                    beside(TABLE5[each][name], chosen(rows, key, set=which, method=each + end), 2, 100)
+                    for each in config.methods
+                ]
+                table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
+            found.append(table)
+        return found
 
     def differences(self, config: TextConfig) -> list[str]:
         return [
@@ -371,16 +420,20 @@ class ClusterFormerTable5(TextExperiment):
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         lines = []
-        for name, which, key in self.columns:
-            found = apart(rows, key, "Y/Y", "N/N", set=which)
-            if found:
-                paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
-                gain, verdict = lead(found)
-                reading = against_paper(verdict, paper)
-                lines.append(f"{which} {key}: both losses bring {gain} points (paper {paper:+.1f}): {reading}.")
+        for end, heads in zip(("", WITH_CHOSEN), HEADS.values(), strict=True):
+            for name, which, key in self.columns:
+                found = apart(rows, key, "Y/Y" + end, "N/N" + end, set=which)
+                if found:
+                    paper = TABLE5["Y/Y"][name] - TABLE5["N/N"][name]
+                    gain, verdict = lead(found)
+                    reached = against_paper(verdict, paper)
+                    lines.append(
+                        f"{which} {key}, {heads}: both losses bring {gain} points (paper {paper:+.1f}): {reached}."
+                    )
         return lines
 
 
+WITH_CHOSEN = f", {CHOSEN}"  # after the weights, in the names of Table 5's cells
 EXPERIMENTS: list[Any] = [
     ClusterFormerTable2,
     ClusterFormerTable3,

@@ -72,7 +72,7 @@ def reproduce(
     commit: str | None = None,
     tick: Progress = lambda text, total, done: None,
 ) -> Outcome:
-    """Run what is missing of the named experiments; rows go to ``out`` as they come.
+    """Run what is missing of the named experiments, in their order; rows go to ``out`` as they come.
 
     jobs   processes that share the device; cells that measure time run alone, after the others
     only   a regular expression: only cells whose name it finds
@@ -115,8 +115,10 @@ def reproduce(
         return lambda text, total, step: tick(f"{label}: {step} of {total}, {text}", len(left), done)
 
     quiet = [work for work in left if work.cell.alone]
-    # short cells first: results are there early, and whatever is interrupted has most of its rows
-    busy = sorted((work for work in left if work not in quiet), key=lambda work: work.cell.seconds)
+    # experiments as they were named; short cells first: whatever is interrupted has most of its rows
+    place = {each.name: at for at, each in enumerate(made)}
+    busy = [work for work in left if work not in quiet]
+    busy.sort(key=lambda work: (place[work.experiment], work.cell.seconds))
     together = jobs > 1 and len(busy) > 0
     for work, answer in _together(busy, data, device, jobs) if together else _in_turn(busy, data, device, inside):
         finish(work, answer)

@@ -128,17 +128,25 @@ class Translate(Task):
         return classified(answer, batch["wanted"], IGNORE, self.smoothing)
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        """BLEU of the search's answers, and what the model thinks of the references (nats per token)."""
+        """BLEU of the search's answers, and what the model thinks of the references in nats per token: "nll" with the
+        whole reference at hand, as in training, "prefix_nll" with the prefix alone, as in the search. They are one
+        where the decoder's method is strictly causal; elsewhere later tokens of the reference help to group."""
         translations: list[str] = []
         wanted: list[str] = []
-        surprise = tokens = 0.0
+        surprise = from_prefix = tokens = 0.0
+        assert isinstance(model, Translator)
+        strict = model.strict
         for batch in batches:
             answer = model(batch["source"], batch["source_mask"], batch["target"], batch["target_mask"])
             total, count = classified(answer._replace(auxiliary=torch.zeros_like(answer.auxiliary)), batch["wanted"])
             surprise, tokens = surprise + float(total), tokens + float(count)
+            if not strict:
+                asked = (batch["source"], batch["source_mask"], batch["target"], batch["wanted"])
+                from_prefix += float(model.surprise(*asked, IGNORE).sum())
             translations += self._translated(model, batch["source"], batch["source_mask"], self.beam)
             wanted += self._texts([row[row > END].tolist() for row in batch["wanted"].cpu()])
-        return bleu(translations, wanted) | {"nll": surprise / max(tokens, 1.0)}
+        likelihood = {"nll": surprise, "prefix_nll": surprise if strict else from_prefix}
+        return bleu(translations, wanted) | {name: each / max(tokens, 1.0) for name, each in likelihood.items()}
 
     def _translated(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
         assert isinstance(model, Translator)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
 from clusterattn._progress import Progress
-from clusterattn.nn import ClusterFormerEncoder
+from clusterattn.nn import ClusterMap, warn_if_collapsed, watched
 
 from ..models import attentions
 from ..tasks import Batch, Figures, Task, batches, order
@@ -27,6 +27,7 @@ from .radam import RAdam
 from .settings import Settings
 
 STATE, BEST = "state.safetensors", "best.safetensors"
+WATCHED = 32  # examples that show how ClusterFormer groups
 SAVE_EVERY = 20.0  # seconds at least between two checkpoints: what a crash may cost, against what writing costs
 
 
@@ -99,7 +100,7 @@ class _Training:
             raise bad_value("examples to train on", "none", "another file")
         self.task, self.settings, self.folder, self.tick = task, settings, folder, tick
         # ClusterFormer without its losses has parameters that no gradient reaches
-        partly = any(isinstance(each, ClusterFormerEncoder) for each in model.modules())
+        partly = self.grouped = any(isinstance(each, ClusterMap) for each in model.modules())
         self.accelerator = _accelerator(settings.precision, device, partly)
         self.processes: int = self.accelerator.num_processes
         self.plain = model.to(self.accelerator.device)
@@ -128,6 +129,7 @@ class _Training:
         self.history: list[dict[str, Any]] = []
         self.kept: dict[str, Tensor] = {}  # the weights of the best judgement
         self.saved = time.monotonic()
+        self.warned = False  # of a collapsed grouping
 
     def _warm_up(self) -> None:
         """Routing's centroids start from its first batch, and wrappers share only buffers that they find."""
@@ -255,8 +257,24 @@ class _Training:
                 "loss": loss,
                 "lr": self.shrunk * self.settings.rate(self.step - 1, self.steps),
                 **figures,
+                **self._groupings(),
             }
         )
+
+    @torch.no_grad()
+    def _groupings(self) -> dict[str, Any]:
+        """How ClusterFormer's layers tell tokens apart, on a few of the dev examples; a warning where they no longer
+        do. Layers in the order of the model."""
+        dev = self.task.splits["dev"]
+        examples = [dev[at] for at in range(min(WATCHED, len(dev)))]
+        if not self.grouped or not examples:
+            return {}
+        with watched(self.plain.eval()) as seen:
+            self.task.loss(self.plain, moved(self.task.collate(examples), self.accelerator.device))
+        if not self.warned:
+            self.warned = warn_if_collapsed(seen)
+        names = ("points", "centroids", "used", "largest")
+        return {"groupings": {name: [round(getattr(each, name), 3) for each in seen] for name in names}}
 
     def _gain(self, figures: Figures) -> float:
         value = figures[self.task.figure]

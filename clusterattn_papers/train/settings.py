@@ -23,7 +23,7 @@ class Settings:
     target         stop once the deciding figure is this good; None: never
     evaluate       updates between judgements on the dev split; by default an epoch
     graphs         on one CUDA device, record updates as CUDA graphs, one for each shape of batch, and replay them:
-                   small models train several times faster. Draws then take turns among a few
+                   small models train several times faster. The methods' draws are still new in every update
     seed           of the order of examples, of dropout and of the methods' draws, which are new in every update
     """
 

@@ -18,12 +18,13 @@ import transformers as T
 from tiny import NEAR, ROUGH, answers, close, differ, logits, same
 
 import clusterattn as ca
+from clusterattn import _report
 from clusterattn.hf import register
 
 
 @pytest.fixture(autouse=True)
 def fresh_log(caplog: pytest.LogCaptureFixture) -> None:
-    register._say_once_for_all.cache_clear()
+    _report._logged.cache_clear()
     caplog.set_level(logging.INFO, logger="clusterattn")
 
 

@@ -15,6 +15,7 @@ from laws import BY_NAME, Case, close, draw, gradients, kinds, over, padded
 from laws_oracle import expected, expected_rows
 
 import clusterattn as ca
+from clusterattn.ops import draw as draws
 
 
 @over()
@@ -165,6 +166,31 @@ def test_clusters_are_what_they_say(case: Case, mask: str) -> None:
             assert (g.parts.labels < g.parts.count).all()
 
 
+@pytest.mark.parametrize(("metric", "clusters", "n"), [("hamming", 6, 300), ("euclid", 9, 1500)])
+def test_ten_steps_are_nine_updates_and_an_assignment(metric: str, clusters: int, n: int) -> None:
+    """``steps`` counts assignments, the first to the starts, the last one of everybody; between two of them centres
+    move once. The old code moves them after every assignment, ten times."""
+    x = draw(n=n, m=20, seed=2)
+    method = ca.Clustered(clusters=clusters, metric=metric, bits=31, steps=1)
+    planes = draws.normal((31, x.q.shape[-1] + 1), 0, draws.STREAM_PLANES, x.q.device)[:, :-1].double()
+    points = torch.where(x.q @ planes.T > 0, 1.0, -1.0).double() if metric == "hamming" else x.q
+    labels = x.groups(method).labels
+    seen = [labels]
+    for _ in range(10):
+        one_hot = torch.nn.functional.one_hot(labels, clusters).double().mT
+        assert bool((one_hot.sum(-1) > 0).all())  # an empty cluster would keep its place
+        centres = one_hot @ points
+        centres = torch.where(centres > 0, 1.0, -1.0).double() if metric == "hamming" else \
+            centres / one_hot.sum(-1, keepdim=True)  # fmt: skip
+        labels = torch.cdist(points, centres).argmin(-1)
+        seen.append(labels)
+    for updates, wanted in enumerate(seen):
+        got = x.groups(dataclasses.replace(method, steps=updates + 1)).labels
+        assert torch.equal(got, wanted), updates
+    if metric == "euclid":
+        assert not torch.equal(seen[9], seen[10])  # here a tenth update would not be the same
+
+
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
 @pytest.mark.parametrize("start", ["random", "far"])
 def test_well_separated_lumps_are_found(metric: str, start: str) -> None:
@@ -237,7 +263,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
     g = torch.Generator().manual_seed(8)
     points = torch.randn(2, 22, 7, generator=g, dtype=torch.float64).requires_grad_()
     start = torch.randn(clusters, 7, generator=g, dtype=torch.float64).requires_grad_()
-    method = ca.ClusterFormer(clusters=clusters, blocks=blocks)
+    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner", trains="all")
     asked = {"points": points, "state": start}
     _, state = x.attend(method, **asked, return_state=True)
     buckets = x.groups(method, **asked)
@@ -262,7 +288,7 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
 def test_clusterformer_hands_its_centroids_on() -> None:
     """A second layer takes the first one's, which are per example; the word-normalised share decides."""
     x = draw(n=22, m=22)
-    method = ca.ClusterFormer(clusters=4)
+    method = ca.ClusterFormer(clusters=4, scope="shared", similarity="inner")
     _, first = x.attend(method, return_state=True)
     assert first.centroids.shape[:2] == (2, 4)
     out, second = x.attend(method, state=first, return_state=True)

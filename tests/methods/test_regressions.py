@@ -168,7 +168,17 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         "window": 3,
         "decay": 0.5,
         "blocks": 1,
-        "similarity": "cosine",
+        "similarity": "inner",
+        "scope": "shared",
+        "sharpness": 9.0,
+        "assign": "similarity",
+        "compare": "given",
+        "spread": True,
+        "affinity": 3.0,
+        "straight": True,
+        "mu": 0.0,
+        "nu": 0.0,
+        "balance": 0.1,
         "slope": True,
         "parts": 3,
     }
@@ -182,8 +192,9 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         return answers
 
     for field in dataclasses.fields(case.method):
-        if field.name in ("detach_mass", "rank"):
-            continue  # a setting of the gradient: see test_1; one of metric="keys" alone: see below
+        if field.name in ("detach_mass", "rank", "trains", "straight", "fade", "pass_on"):
+            # of the gradient: see test_1; of metric="keys" alone: see below; of modules: see test_clusterformer
+            continue
         of_tangent = {"mass": "tangent"} if field.name in ("slope", "parts") else {}
         method = dataclasses.replace(case.method, **of_tangent)
         plain, changed = (

@@ -466,7 +466,7 @@ def test_clusterformer_is_its_layers_in_a_row() -> None:
             q,
             k,
             v,
-            method=ca.ClusterFormer(clusters=4, similarity="cosine"),
+            method=ca.ClusterFormer(clusters=4),
             key_mask=~pad,
             query_mask=~pad,
             points=layer.cluster_proj(y),
@@ -478,12 +478,12 @@ def test_clusterformer_is_its_layers_in_a_row() -> None:
         clustering.append(state.clustering_loss)
         sorting.append(state.sorting_loss)
     close(out, encoder.norm(x))
-    close(losses, (sum(clustering) / 2, sum(sorting) / 2))
+    close(losses[:2], (sum(clustering) / 2, sum(sorting) / 2))
 
 
 def test_only_the_joint_losses_train_the_centroids() -> None:
     for mu, nu, trained in ((0.0, 0.0, False), (0.1, 0.0, True), (0.0, 0.1, True)):
-        encoder = clusterformer(mu=mu, nu=nu)
+        encoder = clusterformer(mu=mu, nu=nu, trains="map")
         out, losses = encoder(tokens())
         found = grads(encoder.joint_loss(out.sin().sum(), losses), encoder)
         assert ("centroids" in found) == ("layers.0.cluster_proj.weight" in found) == trained
@@ -492,7 +492,7 @@ def test_only_the_joint_losses_train_the_centroids() -> None:
 
 @pytest.mark.parametrize(("similarity", "weight"), [("inner", 0.01), ("cosine", 0.1)])
 def test_the_clustering_loss_falls_and_the_centroids_move(similarity: str, weight: float) -> None:
-    encoder = clusterformer(mu=weight, nu=weight, similarity=similarity)
+    encoder = clusterformer(mu=weight, nu=weight, similarity=similarity, trains="all")
     first = encoder.centroids.detach().clone()
     clustering = []
 

@@ -30,7 +30,12 @@ SPECS = [
     "smyrf:q_seats=16,k_seats=16,rounds=2,dedup=true",
     "local:window=9",
 ]
-SELF_ONLY = ["reformer:chunk=16,rounds=2", "clusterformer:clusters=4"]
+SELF_ONLY = [
+    "reformer:chunk=16,rounds=2",
+    "clusterformer:clusters=4",
+    "clusterformer:clusters=4,scope=shared",
+    "clusterformer:clusters=4,affinity=3",
+]
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -175,6 +180,6 @@ def test_triton_refuses_what_it_cannot_serve() -> None:
 
 @pytest.mark.skipif(not INTERPRETING, reason="only an interpreter could be taken by mistake")
 def test_auto_never_interprets() -> None:
-    from clusterattn.ops._jit import use_kernel
+    from clusterattn.ops._backends import serving
 
-    assert not use_kernel("coarse", "auto", None)
+    assert serving("take", "auto", torch.zeros(1, 1, 4, 4, device=DEVICE)) == "reference"

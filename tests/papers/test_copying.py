@@ -8,7 +8,8 @@ import torch
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce.clustered_fig5 import ClusteredFig5
+from clusterattn_papers.reproduce._readings import NEW, READINGS
+from clusterattn_papers.reproduce.clustered_fig5 import SEEDS, ClusteredFig5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
 from clusterattn_papers.train import Settings, fit, judge
@@ -103,9 +104,10 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
     for at, cell in enumerate(experiment.cells(config)):
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
         rows += [{**cell.settings, **row} for row in experiment.run(cell, config, context)]
-    names = {"full", "routing", "clusterformer", "improved", "clustered", "refined", "lsh", "smyrf"}
+    names = {"full", "routing", "local", "improved", "clustered", "refined", "lsh", "smyrf", *READINGS}
     assert {row["method"] for row in rows} == names
-    assert len(rows) == len(names) * len(config.letters)
+    seeds = {name: SEEDS if name in NEW else 1 for name in names}
+    assert len(rows) == sum(seeds.values()) * len(config.letters)
     for table in experiment.tables(rows, config):
         assert all(len(row) == len(table.columns) and "…" not in row for row in table.rows)
     assert experiment.tables([], config)[0].rows[0][1] == "100.00 | …"
@@ -143,4 +145,4 @@ def test_figure_5_is_the_papers_at_small_scale() -> None:
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(ClusteredFig5().cells(config)) == 92
+    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW)

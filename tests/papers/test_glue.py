@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason='needs the extra "train"')
 pytest.importorskip("accelerate", reason='needs the extra "train"')
 
-from clusterattn.hf import register
+from clusterattn import _report
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.pretrained import Pretrained, answering_with, encoder, tiny
 from clusterattn_papers.tasks import batches, glue
@@ -177,7 +177,7 @@ def test_padding_changes_nothing(weights: str, method: str, pool: str) -> None:
 
 @pytest.mark.parametrize("method", EVERY)
 def test_every_method_trains(weights: str, method: str, caplog: pytest.LogCaptureFixture) -> None:
-    register._say_once_for_all.cache_clear()
+    _report._logged.cache_clear()
     caplog.set_level(logging.INFO, logger="clusterattn")
     made = task(weights)
     torch.manual_seed(0)

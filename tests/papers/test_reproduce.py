@@ -64,10 +64,15 @@ class Shown(Squares):
     name, place, rows_from = "clustered-shown", "Figure 99", "clustered-squares"
 
 
+class Slower(Squares):
+    name, place = "clustered-slower", "Figure 98"
+    scales = {"smoke": Config(numbers=(8, 7)), "small": Config(), "paper": Config()}  # noqa: RUF012
+
+
 @pytest.fixture(autouse=True)
 def _only_toys(monkeypatch):
     module = ModuleType("clusterattn_papers.reproduce.toys")
-    module.EXPERIMENTS = [Squares, Shown]
+    module.EXPERIMENTS = [Squares, Shown, Slower]
     monkeypatch.setitem(sys.modules, "clusterattn_papers.reproduce.toys", module)
     monkeypatch.setattr(reproduce, "MODULES", ("toys",))
     RAN.clear()
@@ -83,6 +88,11 @@ def test_what_is_done_stays_done(tmp_path):
     assert path.name.startswith("reproduce-clustered-squares_")
     row = read(path)[0]
     assert {"theme", "experiment", "scale", "config", "cell", "number", "square", "environment"} <= row.keys()
+
+
+def test_experiments_run_in_the_order_of_their_names_and_short_cells_first(tmp_path):
+    runner.reproduce(["clustered-slower", "clustered-squares"], out=tmp_path)
+    assert [f"number {number}" for number in (7, 8, 1, 2, 3)] == RAN
 
 
 def test_rows_of_another_configuration_are_not_mixed_in(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import numpy
 
 from clusterattn_papers.reproduce import _texts
 from clusterattn_papers.reproduce._experiment import Context, apart, lead
+from clusterattn_papers.reproduce._readings import NEW
 from clusterattn_papers.reproduce._texts import SAYS, against_paper, compared, spec, task_losses, trained
 from clusterattn_papers.reproduce.clusterformer_text import (
     EXPERIMENTS,
@@ -409,7 +410,7 @@ def test_every_experiment_runs_at_smoke_scale(kind: Any, tmp_path: Path) -> None
         drawn = shown.picture(rows, config)
         assert drawn is not None
         assert drawn.startswith(b"\x89PNG")
-        assert len(shown.tables(rows, config)[0].rows) == 4
+        assert len(shown.tables(rows, config)[0].rows) == 4 + len(NEW)
         assert shown.findings(rows, config)
 
 
@@ -480,9 +481,9 @@ def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> No
         for k, accuracy, seconds in ((0, 0.8, 2.0), (5, 0.81, 4.0), (20, 0.77, 3.0))
     ]
     assert table.findings(rows, config) == [
-        "ClusterFormer against exact attention, points of accuracy: +1.0 with k = 5, -3.0 with k = 20 (paper: +0.2 "
-        "with k = 20, +0.1 with k = 5).",
-        "ClusterFormer against exact attention, times the time: 1.50 to 2.00 (paper: 0.58 to 0.75).",
+        "ClusterFormer (one grouping for all heads) against SDPA, points of accuracy: +1.0 with k = 5, -3.0 with "
+        "k = 20 (paper: +0.2 with k = 20, +0.1 with k = 5).",
+        "ClusterFormer (one grouping for all heads) against SDPA, times the time: 1.50 to 2.00 (paper: 0.58 to 0.75).",
     ]
     assert table.findings(rows[1:], config) == []
 

@@ -44,7 +44,8 @@ def test_decoder_answers_and_learns(method: str) -> None:
     assert out.shape == y.shape
     assert auxiliary.shape == ()
     (out.square().mean() + auxiliary).backward()
-    assert all(each.grad is not None for name, each in decoder.named_parameters())
+    left = [name for name, each in decoder.named_parameters() if each.grad is None]
+    assert all("cluster_proj" in name for name in left)  # ClusterFormer's losses train its centroids alone
     assert (auxiliary != 0) == method.startswith(("clusterformer", "routing"))
 
 
@@ -94,6 +95,31 @@ def test_sentences_translate_in_a_batch_as_they_do_alone(method: str) -> None:
         alone = model.translate(source[row : row + 1, :n], torch.ones(1, n, dtype=torch.bool), beam=3)
         assert together[row] == alone[0]
         assert len(alone[0]) < n * 3 // 2 + 10
+
+
+@pytest.mark.parametrize("method", ["exact", "improved:clusters=2,top=3,block=3", "clusterformer:clusters=3"])
+def test_the_surprise_of_a_prefix_knows_nothing_of_what_follows(method: str) -> None:
+    model = little(method)
+    source, mask, target = some(3, 8), torch.ones(3, 8, dtype=torch.bool), some(3, 7)
+    wanted = target.roll(-1, 1)
+    wanted[1, 4:] = -100
+    found = model.surprise(source, mask, target, wanted, -100)
+    assert bool((found[1, 4:] == 0).all())
+    for n in (1, 4, 7):  # the last token of every prefix is what forward says when it sees no more
+        logits = model(source, mask, target[:, :n]).logits[:, -1]
+        alone = torch.nn.functional.cross_entropy(logits, wanted[:, n - 1], ignore_index=-100, reduction="none")
+        torch.testing.assert_close(found[:, n - 1], alone)
+    whole = torch.nn.functional.cross_entropy(model(source, mask, target).logits.mT, wanted, reduction="none")
+    assert torch.allclose(found, whole, atol=1e-4) == model.strict == (method != "clusterformer:clusters=3")
+
+
+def test_judge_tells_the_likelihood_of_prefixes_from_that_of_whole_sentences() -> None:
+    task = Translate({"train": LINES, "dev": LINES[:4]}, vocabulary=300, length=40)
+    torch.manual_seed(0)
+    for method, same in (("exact", True), ("clusterformer:clusters=3", False)):
+        figures = judge(task, task.model(method, dim=32, heads=2, layers=2, dropout=0.0), "dev")
+        assert (figures["nll"] == figures["prefix_nll"]) == same
+        assert figures["prefix_nll"] == pytest.approx(figures["nll"], rel=0.2)
 
 
 def test_one_beam_is_the_greedy_choice() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, rows, tl
-from .._jit import triton as _triton
-from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, launch, plain, written
+from .._launch import cdiv, launch
+from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, plain, written
 from .lists import Alone, seat_lists, sum_lists
 
 if TYPE_CHECKING:
@@ -230,12 +230,12 @@ def backward(
     """
     (b, h, n, _), hk = q.shape, k.shape[1]
     (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
-    pieces = min(hk, _triton.cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
+    pieces = min(hk, cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
     if pieces <= 1:
         return _few_heads(d_out, d_lse, q, k, v, out, lse, alone, seating)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
-    group, size = h // hk, _triton.cdiv(hk, pieces)
+    group, size = h // hk, cdiv(hk, pieces)
     for first in range(0, hk, size):
         theirs, mine = slice(first, first + size), slice(first * group, (first + size) * group)
 
@@ -258,7 +258,7 @@ def _few_heads(
     q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
-    tensors, sizes, strides, tiles = launch(q, k, v, seating)
+    tensors, sizes, strides, tiles = arguments(q, k, v, seating)
     rounds, or_self = seating.rounds, seating.or_self
     where = written(rounds, or_self)
 
@@ -267,8 +267,9 @@ def _few_heads(
 
     dy, d_lse = d_out.to(v.dtype).contiguous(), None if d_lse is None else d_lse.contiguous()
     delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
-    delta_kernel[(_triton.cdiv(lead * n, 64),)](
-        out, dy, lse if d_lse is None else d_lse, lse, delta, base2, lead * n, e, seating.less,
+    launch(
+        delta_kernel, (cdiv(lead * n, 64),), (out, dy, lse if d_lse is None else d_lse, lse, delta, base2),
+        (lead * n, e, seating.less),
         HAS_D_LSE=d_lse is not None, BN=64, BE=tiles["BE"], num_warps=4,
     )  # fmt: skip
     # Gradients of queries by position or seat, those of keys by seat: in the inputs' dtype, as the result will be. Four
@@ -280,23 +281,27 @@ def _few_heads(
     d_bias = new(lead, g * z if seating.bias is not None else 0, dtype=torch.float32)
     numbers = (*sizes, seating.scale * LOG2E, seating.scale, seating.offset, seating.left, seating.right, *strides)
     if s <= tiles["BS"]:
-        bucketed_bwd_kernel[(g, lead)](
-            *tensors, dy, base2, delta, part, seated, dk, dv, d_bias, *numbers, WHERE=where, **tiles
-        )
+        launch(
+            bucketed_bwd_kernel, (g, lead), (*tensors, dy, base2, delta, part, seated, dk, dv, d_bias), numbers,
+            WHERE=where, **tiles,
+        )  # fmt: skip
     else:
-        bucketed_bwd_q_kernel[(g * _triton.cdiv(s, tiles["BS"]), lead)](
-            *tensors, dy, base2, delta, part, seated, *numbers, WHERE=where, **tiles
-        )
-        bucketed_bwd_kv_kernel[(g * _triton.cdiv(z, tiles["BZ"]), lead)](
-            *tensors, dy, base2, delta, dk, dv, d_bias, *numbers, **tiles
-        )
+        launch(
+            bucketed_bwd_q_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, dy, base2, delta, part, seated),
+            numbers, WHERE=where, **tiles,
+        )  # fmt: skip
+        launch(
+            bucketed_bwd_kv_kernel, (g * cdiv(z, tiles["BZ"]), lead), (*tensors, dy, base2, delta, dk, dv, d_bias),
+            numbers, **tiles,
+        )  # fmt: skip
     if where == BY_SEAT:
         dq = sum_lists(seat_lists(seating.queries, n), lead, n, part, d)
     elif where == BY_POSITION:
         tile = max(16, 2048 // power(d))
-        sum_rounds_kernel[(_triton.cdiv(n, tile), lead)](
-            part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse,
-            n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3],
+        launch(
+            sum_rounds_kernel, (cdiv(n, tile), lead),
+            (part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse),
+            (n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3]),
             OR_SELF=or_self and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
     del part

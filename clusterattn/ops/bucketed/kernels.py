@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from .lists import gather_sum, join_lists, seat_lists
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> s
     return why_no_kernels(q)
 
 
-def launch(
+def arguments(
     q: Tensor, k: Tensor, v: Tensor, seating: Seating
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
     """What all kernels of a call are given: tensors, sizes, strides and tiles."""
@@ -235,7 +235,7 @@ def forward(
     q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
     rounds, or_self = seating.rounds, seating.or_self
     (b, h, n, d), e, lead = q.shape, v.shape[3], q.shape[0] * q.shape[1]
-    tensors, sizes, strides, tiles = launch(q, k, v, seating)
+    tensors, sizes, strides, tiles = arguments(q, k, v, seating)
     (g, s), where = seating.queries.shape[2:], written(rounds, or_self)
     answer = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     weight = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
@@ -247,8 +247,8 @@ def forward(
         part = torch.empty(seats, e, dtype=v.dtype, device=q.device)
         part_lse = torch.full((seats,), float("-inf"), dtype=torch.float32, device=q.device)
     numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
-    bucketed_fwd_kernel[(g * _triton.cdiv(s, tiles["BS"]), lead)](
-        *tensors, part, part_lse, *numbers, WHERE=where, **tiles
+    launch(
+        bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers, WHERE=where, **tiles
     )
     alone = torch.empty(b, h, n if or_self else 0, dtype=torch.int8, device=q.device)
     if where == BY_SEAT:
@@ -256,9 +256,9 @@ def forward(
     elif where == BY_POSITION:
         tile = max(16, 2048 // tiles["BE"])
         kept = q if key_mask is None else key_mask.contiguous().view(torch.int8)
-        join_kernel[(_triton.cdiv(n, tile), lead)](
-            part, part_lse, q, k, v, kept, answer, weight, alone,
-            n, v.shape[2], d, e, h, h // v.shape[1], seating.scale, seating.offset, seating.less, *strides,
+        launch(
+            join_kernel, (cdiv(n, tile), lead), (part, part_lse, q, k, v, kept, answer, weight, alone),
+            (n, v.shape[2], d, e, h, h // v.shape[1], seating.scale, seating.offset, seating.less, *strides),
             OR_SELF=or_self, HAS_MASK=key_mask is not None, ROUNDS=rounds, BN=tile, BD=tiles["BD"], BE=tiles["BE"],
             num_warps=4,
         )  # fmt: skip

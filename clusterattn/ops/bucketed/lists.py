@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 
 
 class Lists(NamedTuple):
@@ -122,9 +122,9 @@ def sum_lists(lists: Lists, lead: int, length: int, part: Tensor, d: int, alone:
         flags, x, offset, scale = alone.flags, alone.x, alone.offset, alone.scale
         weight = alone.weight if alone.weight is not None else part
         heads, n, strides = x.shape[1], x.shape[2], x.stride()[:3]
-    gather_sum_kernel[(_triton.cdiv(length, 32), lead)](
-        lists.order, lists.start, part, total, flags, x, weight, length, lists.order.numel(), d,
-        n, offset, heads, scale, *strides,
+    launch(
+        gather_sum_kernel, (cdiv(length, 32), lead), (lists.order, lists.start, part, total, flags, x, weight),
+        (length, lists.order.numel(), d, n, offset, heads, scale, *strides),
         ALONE=alone is not None, WEIGHED=alone is not None and alone.weight is not None,
         BR=32, BD=power(d), num_warps=4,
     )  # fmt: skip
@@ -138,6 +138,7 @@ def gather_sum(table: Tensor, length: int, part: Tensor, d: int) -> Tensor:
 
 def join_lists(lists: Lists, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     b, h, n, e = out.shape
-    join_lists_kernel[(_triton.cdiv(n, 32), b * h)](
-        lists.order, lists.start, part, part_lse, out, lse, n, lists.order.numel(), e, BR=32, BE=power(e), num_warps=4
-    )
+    launch(
+        join_lists_kernel, (cdiv(n, 32), b * h), (lists.order, lists.start, part, part_lse, out, lse),
+        (n, lists.order.numel(), e), BR=32, BE=power(e), num_warps=4,
+    )  # fmt: skip

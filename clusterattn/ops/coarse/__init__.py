@@ -15,9 +15,9 @@ from ..._types import Mask, Parts
 from .. import _backends
 from .._op import op
 from . import reference
-from .reference import Found, Gradients, Reach
+from .reference import SLOPE_CLUSTERS, Found, Gradients, Reach
 
-__all__ = ["Coarse", "Reach", "coarse", "top_keys"]
+__all__ = ["SLOPE_CLUSTERS", "Coarse", "Reach", "coarse", "top_keys"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def coarse(
 ) -> Coarse:  # fmt: skip
     """Centroids c (b h c d) over the keys. blocks = (clusters per block, keys before block 1, keys per block).
 
-    shares (b h c): each cluster's share of the queries, where the slope of the far values is wanted (then with
-    tangent=True).
+    shares (b h c): each cluster's share of the queries of the first SLOPE_CLUSTERS (of its block), 0 for the others,
+    where the slope of the far values is wanted (then with tangent=True).
     """
     count, part_of = (1, None) if parts is None else (parts.count, parts.labels)
     name = _backends.serving("coarse", backend, c, k, v, count, shares is not None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, rows, tl
+from .._launch import cdiv, launch
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def arrange_kernel(
 def _moved(k: Tensor, v: Tensor, order: Tensor, back: bool) -> tuple[Tensor, Tensor]:
     (b, hk, m, d), e = k.shape, v.shape[3]
     to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    arrange_kernel[((m + 63) // 64, b * hk)](
-        k, v, order, to_k, to_v, m, d, e, hk, *k.stride()[:3], *v.stride()[:3],
+    launch(
+        arrange_kernel, (cdiv(m, 64), b * hk), (k, v, order, to_k, to_v),
+        (m, d, e, hk, *k.stride()[:3], *v.stride()[:3]),
         BACK=back, BM=64, BD=power(d), BE=power(e), num_warps=4,
     )  # fmt: skip
     return to_k, to_v

@@ -4,12 +4,13 @@ centroids."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
 from .near import _limit, add_near
@@ -256,7 +257,7 @@ def backward(
     k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     dtype, c = c.dtype, c.to(k.dtype).contiguous()
-    lead, words, has_near = b * h, _triton.cdiv(m, 32), reach.top > 0
+    lead, words, has_near = b * h, cdiv(m, 32), reach.top > 0
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=c.device)
@@ -269,18 +270,21 @@ def backward(
     rows = lead * parts * clusters
     dy, dm = new(rows, e, dtype=v.dtype), new(rows, d if reach.tangent else 0, dtype=k.dtype)
     delta, base2, near2, dn = new(4, rows)
-    prepare_kernel[(_triton.cdiv(rows, 8),)](
-        pull.out, pull.mean_key, pull.lse, dn if given.near_lse is None else given.near_lse.contiguous(),
-        found.out, found.mean_key, found.lse, found.near_lse, pull.extra, dy, dm, delta, base2, near2, dn, rows, d, e,
+    launch(
+        prepare_kernel, (cdiv(rows, 8),),
+        (pull.out, pull.mean_key, pull.lse, dn if given.near_lse is None else given.near_lse.contiguous(),
+        found.out, found.mean_key, found.lse, found.near_lse, pull.extra, dy, dm, delta, base2, near2, dn),
+        (rows, d, e),
         TANGENT=reach.tangent, HAS_NEAR=has_near and not reach.tangent, HAS_D_NEAR=given.near_lse is not None,
         ODDS=odds, HAS_EXTRA=pull.asked, BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
     )  # fmt: skip
     shared = (c, k, v, keys.keep_or(c), found.bits, keys.first_or(c), dy, dm, delta, base2, near2, dn)
     sizes = (
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words, parts,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words,
+        parts,
     )  # fmt: skip
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
-    flags = {
+    flags: dict[str, Any] = {
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
         "TANGENT": reach.tangent, "SLOPE": pull.asked, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
@@ -288,21 +292,24 @@ def backward(
     fresh = torch.zeros if keys.first is not None else torch.empty
     dk = fresh((b, hk, m, d), dtype=k.dtype, device=k.device)
     dv = fresh((b, hk, m, e), dtype=v.dtype, device=k.device)
-    key_tiles = _triton.cdiv(m, tile["BM"]) + (2 * parts if keys.first is not None else 0)
-    coarse_bwd_kv_kernel[(key_tiles, b * hk)](
-        *shared, pull.amount, pull.per_key, pull.slope, dk, dv, *sizes, *strides,
+    key_tiles = cdiv(m, tile["BM"]) + (2 * parts if keys.first is not None else 0)
+    launch(
+        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, pull.amount, pull.per_key, pull.slope, dk, dv),
+        (*sizes, *strides),
         num_stages=1, BP=power(parts, least=1), **flags, **tile,
     )  # fmt: skip
     if given.near is not None:
         add_near(dk, dv, found.near_at, *given.near)
-    row_tiles = _triton.cdiv(clusters, tile["BC"])
+    row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
     part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
-    coarse_bwd_c_kernel[(splits * parts, row_tiles, lead)](
-        *shared, pull.amount, pull.per_key, part, *sizes, splits, stretch, *strides, **flags, **tile
-    )
-    dc_kernel[(clusters, lead)](
-        part, given.lse, found.mean_key, dc, clusters, d, splits * parts, parts, reach.scale,
+    launch(
+        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, pull.amount, pull.per_key, part),
+        (*sizes, splits, stretch, *strides), **flags, **tile,
+    )  # fmt: skip
+    launch(
+        dc_kernel, (clusters, lead), (part, given.lse, found.mean_key, dc),
+        (clusters, d, splits * parts, parts, reach.scale),
         FOOT=foot, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)), BD=tile["BD"],
         num_warps=1 if splits * parts < 16 else 4,
     )  # fmt: skip

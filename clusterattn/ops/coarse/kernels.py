@@ -7,12 +7,13 @@ without parts. Near keys come from near.py, as a bit mask that the pass over the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl, why_no_kernels
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from .arrange import Arranged
 from .near import _limit, select
 from .reference import Reach
@@ -51,7 +52,8 @@ def coarse_fwd_kernel(
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    WHOLE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows."""
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
@@ -193,7 +195,7 @@ class Far:
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
 
 
-def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
+def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
     d, e = power(k.shape[-1]), power(v.shape[-1])
     room = (d + e) * k.element_size()
@@ -203,9 +205,9 @@ def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, int]:
 def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:
     """How often the keys (of a part) are cut, and the keys per cut: enough programs for a large chip, whole tiles."""
     wanted = 264 if programs * parts < 128 else 1  # two to each multiprocessor
-    splits = max(1, min(_triton.cdiv(m, 4 * tile * parts), _triton.cdiv(wanted, programs * parts)))
-    stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
-    return _triton.cdiv(m, stretch) if parts == 1 else splits, stretch
+    splits = max(1, min(cdiv(m, 4 * tile * parts), cdiv(wanted, programs * parts)))
+    stretch = cdiv(cdiv(m, splits), tile) * tile
+    return cdiv(m, stretch) if parts == 1 else splits, stretch
 
 
 def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
@@ -213,15 +215,15 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
     k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     c, top = c.to(k.dtype).contiguous(), min(reach.top, m)
-    lead, words = b * h, _triton.cdiv(m, 32)
+    lead, words = b * h, cdiv(m, 32)
     near_at = torch.empty(lead, clusters, 0, dtype=torch.int64, device=c.device)
     bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
     if top:
         near_at, bits = select(c, keys, reach, top)
     tile = tiles_for(k, v, clusters)
-    if lead < 128 <= 2 * lead * parts * _triton.cdiv(clusters, tile["BC"]):
+    if lead < 128 <= 2 * lead * parts * cdiv(clusters, tile["BC"]):
         tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
-    row_tiles = _triton.cdiv(clusters, tile["BC"])
+    row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
 
     def new(*shape: int) -> Tensor:
@@ -234,18 +236,20 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
     part = out if whole else new(lead, splits, parts, clusters, e)
     means = mean if whole else new(lead, splits, parts, clusters, width)
     stats = new(lead, 0 if whole else splits, parts, clusters, 4)
-    coarse_fwd_kernel[(splits * parts, row_tiles, lead)](
-        c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse,
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
-        stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides,
+    launch(
+        coarse_fwd_kernel, (splits * parts, row_tiles, lead),
+        (c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse),
+        (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
+        stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
         WHOLE=whole, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     if not whole:
         few = min(32, power(splits, least=1))
         each = 32 // few
-        join_kernel[(_triton.cdiv(parts * clusters, each), lead)](
-            part, means, stats, out, mean, lse, near_lse, parts * clusters, clusters, d, e, splits,
+        launch(
+            join_kernel, (cdiv(parts * clusters, each), lead), (part, means, stats, out, mean, lse, near_lse),
+            (parts * clusters, clusters, d, e, splits),
             TANGENT=reach.tangent, ALL=power(splits, least=1), BR=each, BS=few, BD=tile["BD"], BE=tile["BE"],
             num_warps=4,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from ..bucketed.lists import seats_by_token
 from .arrange import Arranged
 from .reference import Reach
@@ -143,34 +143,36 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
     k = keys.k
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
-    lead, words = b * h, _triton.cdiv(m, 32)
+    lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
     tile = {"BC": min(64, power(clusters)), "BM": 128, "BD": power(d)}
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
     group = 0 if m <= max(512, 16 * top) else min(128, power(math.isqrt(m // top), least=8))
-    groups = _triton.cdiv(m, group) if group else 0
+    groups = cdiv(m, group) if group else 0
     scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
     best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
-    columns, row_tiles = _triton.cdiv(m, tile["BM"]), _triton.cdiv(clusters, tile["BC"])
+    columns, row_tiles = cdiv(m, tile["BM"]), cdiv(clusters, tile["BC"])
     tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
-    scores_kernel[(_triton.cdiv(columns, tiles), row_tiles, lead)](
-        c, k, keys.keep_or(c), scores, best,
-        clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        *keys.keep_strides, HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
+    launch(
+        scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
+        (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
+        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
     if group:
         many = power(groups)
-        groups_kernel[(lead * clusters,)](
-            best, chosen, groups, top, BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256))
-        )
+        launch(
+            groups_kernel, (lead * clusters,), (best, chosen), (groups, top),
+            BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256)),
+        )  # fmt: skip
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
     bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
     many = few * group if group else power(m)
-    select_kernel[(lead * clusters,)](
-        scores, chosen, near, bits, m, words, top, GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
+    launch(
+        select_kernel, (lead * clusters,), (scores, chosen, near, bits), (m, words, top),
+        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
         num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits
@@ -217,6 +219,7 @@ def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: 
     (b, hk, m, d), e = dk.shape, dv.shape[3]
     tokens, order = seats_by_token(near_at.view(b, hk, 1, -1), m)
     tile = 32
-    near_kernel[(_triton.cdiv(tokens.numel(), tile),)](
-        tokens, order, near_dk, near_dv, dk, dv, tokens.numel(), m, d, e, BN=tile, BD=power(d), BE=power(e), num_warps=4
-    )
+    launch(
+        near_kernel, (cdiv(tokens.numel(), tile),), (tokens, order, near_dk, near_dv, dk, dv),
+        (tokens.numel(), m, d, e), BN=tile, BD=power(d), BE=power(e), num_warps=4,
+    )  # fmt: skip

@@ -7,7 +7,8 @@ per head,
     M = sum_l omega_l k_l v_l^T  -  sum_c pi_c sum_j a_cj kbar_cj vbar_cj^T,    omega_l = sum_c pi_c a_cj p_cl,
 
 with p_cl the weight of key l in its part j, a_cj the share of part j in the far weight of cluster c, and pi_c the share
-of cluster c in the queries: the covariance of keys and values inside the parts, averaged over the clusters.
+of cluster c in the queries: the covariance of keys and values inside the parts, averaged over the clusters. A few
+clusters give that average as well as all: pi is 0 but for the first SLOPE_CLUSTERS (of a block).
 
 Rows may see only a prefix of the keys (block-causal attention): ``per`` consecutive rows belong to one block and
 block j sees the first ``first + j * step`` keys. per = 0: every row sees every key. Each block has a slope of its own.
@@ -24,6 +25,8 @@ from torch import Tensor
 from .. import tables
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
+
+SLOPE_CLUSTERS = 64  # of a block make its slope: an average that more of them do not change
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Piece:
     heads: slice  # of (b hk)
     rows: slice  # of c
     block: int
-    shape: tuple[int, int, int]  # heads, group, rows
+    sloped: bool  # are there clusters among them that make the slope?
+    shape: tuple[int, ...]  # heads, group, rows
     c: Tensor  # (heads (group rows) d)
     k: Tensor  # (heads seen d)
     v: Tensor  # (heads seen e)
@@ -145,7 +149,8 @@ def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
                 scores = torch.bmm(few.flatten(1, 2), k.mT).mul_(reach.scale)
                 if keys.real is not None:
                     scores.masked_fill_(~keys.real[heads, None, :seen], NEVER)
-                yield Piece(heads, chosen, block, few.shape[:3], few.flatten(1, 2), k, v, scores)
+                sloped = part.start < SLOPE_CLUSTERS
+                yield Piece(heads, chosen, block, sloped, few.shape[:3], few.flatten(1, 2), k, v, scores)
 
 
 def _by_key_head(x: Tensor, hk: int) -> Tensor:
@@ -210,7 +215,7 @@ def forward(
             means = keys.summed(_product(weights, p.k), p.heads) / safe.unsqueeze(-1)
             mean_key[place] = means.transpose(1, 2).reshape(*shape, parts, d)
         lse[place] = (total.log() + highest).transpose(1, 2).reshape(*shape, parts)
-        if share is not None:
+        if share is not None and p.sloped:
             amount = _shares(lse[place]) * share[place].unsqueeze(-1)  # (heads group rows parts): pi a
             slope[p.heads, :, p.block] += _within(weights, safe, amount, p, keys)
             slope[p.heads, :, p.block] -= _between(amount, mean_key[place], out[place])
@@ -225,8 +230,9 @@ def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:
     """omega (heads group seen): what each key receives of the far attention, from weights (heads tiles rows seats) and
     each row's amount for the weight of a part, (heads parts rows)."""
     heads, group, rows = p.shape
-    each = keys.of_tiles(amount, p.heads).unflatten(-1, (group, rows))  # (heads tiles group rows)
-    weights = weights.unflatten(2, (group, rows))
+    each = keys.of_tiles(amount, p.heads)
+    each = each.view(*each.shape[:2], group, rows)
+    weights = weights.reshape(*weights.shape[:2], group, rows, -1)
     return torch.einsum("tgkrs,tgkr->tkgs", weights, each).flatten(2)
 
 
@@ -294,7 +300,7 @@ def backward(
         weights = weights.exp_()  # (heads tiles rows seats): the weight of a key in its part
         dy, dm, dl = d_out[place], d_mean[place], d_lse[place]
         extra = None
-        if d_slope is not None and pi is not None:
+        if d_slope is not None and pi is not None and p.sloped:
             pull = _Pull.of(d_slope[p.heads, :, p.block], p, weights, keys)
             amount = _by_key_head(pi, hk)[place].unsqueeze(-1), _shares(lse[place])
             dy, dm, dl = pull.means(dy, dm, dl, amount, mean_key[place], out[place])
@@ -343,7 +349,7 @@ class _Pull:
         per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
         per_key = per_key.flatten(1, 2).transpose(1, 2)  # (heads tiles rows seats)
         mean = keys.summed((weights * per_key).sum(-1), p.heads)  # (heads parts rows)
-        return cls(d_slope, per_key, mean.mT.unflatten(1, (group, rows)))
+        return cls(d_slope, per_key, mean.mT.reshape(heads, group, rows, -1))
 
     def means(
         self, dy: Tensor, dm: Tensor, dl: Tensor, amount: tuple[Tensor, Tensor], mean_key: Tensor, out: Tensor

@@ -1,5 +1,5 @@
-"""The verb coarse by kernels, in the reference's terms: for one part and no slope, which is what stands alone (the parts
-and the slope are served inside near_and_far)."""
+"""The verb coarse by kernels, in the reference's terms: for one part and no slope, which is what stands alone. Parts
+and slope are served inside near_and_far."""
 
 from __future__ import annotations
 

@@ -9,14 +9,15 @@ keys with the weight omega and virtual keys with the weight -pi a; programs shar
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl
+from .._launch import cdiv, launch
 from .arrange import Arranged
-from .reference import Reach
+from .reference import SLOPE_CLUSTERS, Reach
 
 if TYPE_CHECKING:
     from .kernels import Far
@@ -44,7 +45,8 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     for first in range(0, parts, BP):
         mask = (first + part < parts)[:, None] & here[None, :]
-        lse = tl.load(LSE + (lead * parts + first + part)[:, None] * rows + row[None, :], mask=mask, other=float("-inf"))
+        at = (lead * parts + first + part)[:, None] * rows + row[None, :]
+        lse = tl.load(LSE + at, mask=mask, other=float("-inf"))
         new = tl.maximum(highest, tl.max(lse, 0))
         level = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(lse - level[None, :]), 0)
@@ -59,7 +61,7 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
 @jit
 def slope_kernel(
     C, K, V, KEEP, BITS, MEAN, OUT, LSE, LEVEL, PART,
-    rows, m, d, e, heads, group, scale, per, first, step, words, parts, of_keys, splits, stretch, row_stretch,
+    rows, m, d, e, heads, group, scale, per, first, step, words, parts, few, of_keys, splits, stretch, row_stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
@@ -78,7 +80,7 @@ def slope_kernel(
         end = rows
     else:
         limit = tl.minimum(tl.maximum(first + block * step, 0), m)
-    end = tl.minimum(end, rows)
+    end = tl.minimum(tl.minimum(end, rows), begin + few)
     total = tl.zeros((BD, BE), tl.float32)
     if split < of_keys:
         for start in range(split * stretch, tl.minimum((split + 1) * stretch, limit), BM):
@@ -107,7 +109,8 @@ def slope_kernel(
             total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
     else:
         size = end - begin
-        for start in range((split - of_keys) * row_stretch, tl.minimum((split - of_keys + 1) * row_stretch, parts * size), BM):
+        low = (split - of_keys) * row_stretch
+        for start in range(low, tl.minimum(low + row_stretch, parts * size), BM):
             place = start + tile
             there = place < parts * size
             row = begin + place % size
@@ -123,7 +126,7 @@ def slope_kernel(
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
 
 
-def _sizes(keys: Arranged) -> dict[str, int]:
+def _sizes(keys: Arranged) -> dict[str, Any]:
     d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
     room = (d + e) * keys.k.element_size()
     return {"BM": 64 if room <= 512 else 32, "BD": d, "BE": e}
@@ -133,8 +136,9 @@ def levels(lse: Tensor, pi: Tensor) -> Tensor:
     """lse (lead p c), pi (b h c) -> LEVEL (lead c), see level_kernel."""
     lead, parts, clusters = lse.shape
     level = torch.empty(lead, clusters, dtype=torch.float32, device=lse.device)
-    level_kernel[((clusters + 63) // 64, lead)](
-        lse, pi.float().contiguous(), level, clusters, parts, BP=min(64, power(parts, least=1)), BC=64, num_warps=4
+    launch(
+        level_kernel, (cdiv(clusters, 64), lead), (lse, pi.float().contiguous(), level), (clusters, parts),
+        BP=min(64, power(parts, least=1)), BC=64, num_warps=4
     )
     return level
 
@@ -146,18 +150,21 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     lead, blocks = b * h, -(-clusters // reach.per) if reach.per else 1
     level, tile = levels(found.lse, pi), _sizes(keys)
     programs = max(1, -(-264 // (lead * blocks)))
-    virtual = parts * (reach.per or clusters)
+    virtual = parts * min(reach.per or clusters, SLOPE_CLUSTERS)
     of_keys = max(1, min(programs, -(-m // (2 * tile["BM"]))))
     of_rows = max(1, min(programs // 2, -(-virtual // (4 * tile["BM"]))))
     stretch, row_stretch = (
         -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
     )
     part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
-    slope_kernel[(of_keys + of_rows, blocks, lead)](
-        c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part,
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
-        of_keys, of_keys + of_rows, stretch, row_stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides,
+    launch(
+        slope_kernel, (of_keys + of_rows, blocks, lead),
+        (c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
+        (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
+        SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
+        *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
-        BC=min(64, power(clusters)), PRECISION=precision(k), num_warps=8 if tile["BD"] > 64 else 4, **tile,
+        BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
     )  # fmt: skip
     return replace(found, slope=part.sum(2))

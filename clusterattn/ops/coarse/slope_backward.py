@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, tl
+from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
 from .reference import Reach
@@ -108,17 +109,20 @@ def pull_of(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far, rea
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     lead, tile = b * h, tiles_for(k, v, clusters)
     per_key = torch.empty(lead, m, dtype=torch.float32, device=k.device)
-    pull_kernel[((m + 63) // 64, lead)](
-        k, v, slope, per_key, m, d, e, h, h // hk, *k.stride()[:3], *v.stride()[:3],
-        BM=64, BD=tile["BD"], BE=tile["BE"], PRECISION=precision(k), num_warps=4,
+    rows = 64 if k.element_size() == 2 else 16  # products of fp32 are written out by the compiler: small ones
+    launch(
+        pull_kernel, (cdiv(m, rows), lead), (k, v, slope, per_key),
+        (m, d, e, h, h // hk, *k.stride()[:3], *v.stride()[:3]),
+        BM=rows, BD=tile["BD"], BE=tile["BE"], PRECISION=precision(k), num_warps=4,
     )  # fmt: skip
     row_tiles = -(-clusters // tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
     part = torch.empty(lead, splits, parts, clusters, dtype=torch.float32, device=k.device)
-    mean_pull_kernel[(splits * parts, row_tiles, lead)](
-        c, k, keys.keep_or(c), found.bits, keys.first_or(c), found.lse, per_key, part,
-        clusters, m, d, h, h // hk, reach.scale * LOG2E, (m + 31) // 32, parts, splits, stretch,
-        *k.stride()[:3], *keys.keep_strides,
+    launch(
+        mean_pull_kernel, (splits * parts, row_tiles, lead),
+        (c, k, keys.keep_or(c), found.bits, keys.first_or(c), found.lse, per_key, part),
+        (clusters, m, d, h, h // hk, reach.scale * LOG2E, (m + 31) // 32, parts, splits, stretch,
+        *k.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, HAS_PARTS=keys.first is not None,
         BC=tile["BC"], BM=tile["BM"], BD=power(d), PRECISION=precision(k), num_warps=4,
     )  # fmt: skip

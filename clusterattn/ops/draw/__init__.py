@@ -10,6 +10,7 @@ the number instead.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Optional
 
@@ -140,7 +141,19 @@ def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optiona
 def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
     """As stratified_among where all n tokens are valid: the same positions for every sequence, (most,)."""
     number, holder = number_and_holder(seed)
+    plain = like.is_cuda and holder is None and not torch.compiler.is_compiling() and type(like) is Tensor
+    if plain and not torch.cuda.is_current_stream_capturing():  # a graph reads memory for good, and draws for itself
+        return _kept(n, number, stream, most, like.device, torch._C._cuda_getCurrentRawStream(like.get_device()))
     drawn: Tensor = _stratified(like, n, number, stream, most, holder)
+    return drawn
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(n: int, number: int, stream: int, most: int, device: torch.device, queue: int) -> Tensor:
+    """The draw is a function of these numbers: a loop of calls with one seed need not launch it again. Kept for each
+    queue of the device (a CUDA stream), where whoever reads it comes after whoever wrote it."""
+    with torch.inference_mode(False):  # it will serve calls outside as well
+        drawn: Tensor = _stratified(torch.empty(0, device=device), n, number, stream, most, None)
     return drawn
 
 

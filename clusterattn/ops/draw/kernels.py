@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 
 
 @jit
@@ -20,6 +20,7 @@ def _mix(x):
 @jit
 def halves(HOLDER, low, high, HELD: tl.constexpr):
     """The low and the high 32 bits of the seed: as given, or of the number that HOLDER holds now."""
+    low, high = low.to(tl.int64) & 0xFFFFFFFF, high.to(tl.int64) & 0xFFFFFFFF
     if HELD:
         seed = tl.load(HOLDER)
         low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -27,7 +28,7 @@ def halves(HOLDER, low, high, HELD: tl.constexpr):
 
 
 @jit
-def bits_kernel(COUNTER, OUT, HOLDER, total, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+def bits_kernel(COUNTER, OUT, HOLDER, total, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
     low, high = halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = tl.load(COUNTER + at, mask=at < total, other=0).to(tl.int64)
@@ -37,20 +38,22 @@ def bits_kernel(COUNTER, OUT, HOLDER, total, low, high, stream, HELD: tl.constex
     tl.store(OUT + at, _mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF), mask=at < total)
 
 
-def seed_arguments(number: int, holder: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
-    """HOLDER (``other`` where there is none), low and high."""
-    return other if holder is None else holder, number & 0xFFFFFFFF, (number >> 32) & 0xFFFFFFFF
+def seed_arguments(number: int, holder: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """HOLDER (``other`` where there is none); low and high, signed and of 32 bits: one kernel serves all seeds."""
+    low, high = (((half & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for half in (number, number >> 32))
+    return other if holder is None else holder, (low, high)
 
 
 def bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Tensor:
     counter = counter.contiguous()
     out = torch.empty_like(counter, dtype=torch.int64)
     total = counter.numel()
-    held, low, high = seed_arguments(number, holder, out)
+    held, halves = seed_arguments(number, holder, out)
     if total:
-        bits_kernel[(_triton.cdiv(total, 1024),)](
-            counter, out, held, total, low, high, stream, HELD=holder is not None, BLOCK=1024, num_warps=4
-        )
+        launch(
+            bits_kernel, (cdiv(total, 1024),), (counter, out, held), (total, stream), halves,
+            HELD=holder is not None, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -65,7 +68,7 @@ def _rank(lot, total, wanted, low, high, stream):
 
 
 @jit
-def stratified_kernel(OUT, HOLDER, n, most, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+def stratified_kernel(OUT, HOLDER, n, most, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
     low, high = halves(HOLDER, low, high, HELD)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
@@ -74,17 +77,18 @@ def stratified_kernel(OUT, HOLDER, n, most, low, high, stream, HELD: tl.constexp
 
 def stratified(n: int, number: int, stream: int, most: int, device: torch.device, holder: Tensor | None) -> Tensor:
     out = torch.empty(most, dtype=torch.int64, device=device)
-    held, low, high = seed_arguments(number, holder, out)
+    held, halves = seed_arguments(number, holder, out)
     if most:
-        stratified_kernel[(_triton.cdiv(most, 128),)](
-            out, held, n, most, low, high, stream, HELD=holder is not None, BLOCK=128, num_warps=4
-        )
+        launch(
+            stratified_kernel, (cdiv(most, 128),), (out, held), (n, most, stream), halves,
+            HELD=holder is not None, BLOCK=128, num_warps=4,
+        )  # fmt: skip
     return out
 
 
 @jit
 def stratified_among_kernel(
-    SEEN, WANTED, OUT, HOLDER, n, most, low, high, stream,
+    SEEN, WANTED, OUT, HOLDER, n, most, stream, low, high,
     HELD: tl.constexpr, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """SEEN (lead n): how many valid tokens stand at or before each position."""
@@ -112,10 +116,11 @@ def stratified_among(
     lead, n = valid.shape[:-1], valid.shape[-1]
     seen = valid.cumsum(-1).contiguous()
     out = torch.empty(*lead, most, dtype=torch.int64, device=valid.device)
-    held, low, high = seed_arguments(number, holder, out)
+    held, halves = seed_arguments(number, holder, out)
     if out.numel():
-        stratified_among_kernel[(_triton.cdiv(most, 128), out.numel() // most)](
-            seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, held, n, most,
-            low, high, stream, HELD=holder is not None, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
+        launch(
+            stratified_among_kernel, (cdiv(most, 128), out.numel() // most),
+            (seen, wanted.expand(*lead, 1).contiguous() if wanted is not None else seen, out, held),
+            (n, most, stream), halves, HELD=holder is not None, HAS_WANTED=wanted is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
     return out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl
+from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
-from .kernels import CLUSTER, LOG2E, TANGENT, Settings, _gather, _odds, _part_keys, _row, _slope, _softplus, launch
+from .kernels import CLUSTER, LOG2E, TANGENT, Settings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
 @jit
@@ -90,110 +93,123 @@ def fine_bwd_q_kernel(
             DQ + row[:, None] * d + dims[None, :], dq.to(DQ.dtype.element_ty),
             mask=real[:, None] & (dims < d)[None, :],
         )  # fmt: skip
-    if HAS_SLOPE:
+    if HAS_SLOPE:  # noqa: SIM102  (a flag of the compiler's, the other is not)
         if listed:
             tl.store(D_C + (cluster * splits + split) * d + dims, d_c, mask=dims < d)
 
 
 @jit
-def fine_bwd_k_kernel(
-    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, NEAR_LSE, ORDER, FIRST, LSE, DY, DELTA, D_LSE, MOVED,
-    DK, DV, D_MEAN, D_FAR, D_FAR_LSE,
-    n, c, t, parts, d, e, heads, group, scale, natural_scale, near_tiles, every,
+def fine_bwd_near_kernel(
+    Q, K, V, NEAR, FAR, FAR_LSE, NEAR_LSE, ORDER, FIRST, LSE, DY, DELTA, DK, DV,
+    n, c, t, d, e, heads, group, scale, natural_scale, every,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm, syb, syh, syn,
-    MASS: tl.constexpr, DETACH: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_D_LSE: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    MASS: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a cluster's near keys, or of its far parts, past all of its queries."""
-    which, tile, lead = tl.program_id(0) // every, tl.program_id(0) % every, tl.program_id(1).to(tl.int64)
+    """One tile of a cluster's near keys past all of its queries."""
+    which, lead = tl.program_id(0) // every, tl.program_id(1).to(tl.int64)
     begin = tl.load(FIRST + lead * (c + 2) + which)
     end = tl.load(FIRST + lead * (c + 2) + which + 1)
     batch, head = lead // heads, lead % heads
     dims, values, cluster = tl.arange(0, BD), tl.arange(0, BE), lead * c + which
+    slot = (tl.program_id(0) % every) * BT + tl.arange(0, BT)
+    near = tl.load(NEAR + cluster * t + slot, mask=slot < t, other=-1)
+    k = _gather(K, batch * skb + (head // group) * skh, near, skm, dims, d, near >= 0)
+    v = _gather(V, batch * svb + (head // group) * svh, near, svm, values, e, near >= 0)
     odds, far_share = 0.0, 0.0
     if MASS == 2:
         odds = _odds(tl.load(FAR_LSE + cluster), tl.load(NEAR_LSE + cluster))
         far_share = tl.sigmoid(odds)
-    if tile < near_tiles:
-        slot = tile * BT + tl.arange(0, BT)
-        near = tl.load(NEAR + cluster * t + slot, mask=slot < t, other=-1)
-        k = _gather(K, batch * skb + (head // group) * skh, near, skm, dims, d, near >= 0)
-        v = _gather(V, batch * svb + (head // group) * svh, near, svm, values, e, near >= 0)
-        dk, dv = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BE), tl.float32)
-        for turn in range(begin, end, BS):
-            place = turn + tl.arange(0, BS)
-            real = place < end
-            query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
-            row = lead * n + query
-            q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
-            dy = _gather(DY, batch * syb + head * syh, query, syn, values, e, real)
-            lse = tl.load(LSE + row)
-            seen = real & (lse != float("-inf"))
+    dk, dv = tl.zeros((BT, BD), tl.float32), tl.zeros((BT, BE), tl.float32)
+    for turn in range(begin, end, BS):
+        place = turn + tl.arange(0, BS)
+        real = place < end
+        query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
+        row = lead * n + query
+        q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
+        dy = _gather(DY, batch * syb + head * syh, query, syn, values, e, real)
+        lse = tl.load(LSE + row)
+        seen = real & (lse != float("-inf"))
+        base2 = tl.where(seen, lse, 0.0) * 1.4426950408889634
+        delta = tl.load(DELTA + row)
+        if MASS == 2:
+            base2 -= _softplus(odds) * 1.4426950408889634
+            delta -= far_share * tl.sum(dy.to(tl.float32) * _row(FAR, cluster, values, e)[None, :], 1)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        p = tl.where(seen[:, None] & (near >= 0)[None, :], tl.exp2(s - base2[:, None]), 0.0)
+        dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION) * (1 - far_share)
+        ds = p * (dp - delta[:, None])
+        dv += tl.dot(tl.trans((p * (1 - far_share)).to(dy.dtype)), dy, input_precision=PRECISION)
+        dk += tl.dot(tl.trans((ds * natural_scale).to(q.dtype)), q, input_precision=PRECISION)
+    to, there = (cluster * t + slot)[:, None], (slot < t)[:, None]
+    tl.store(DK + to * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=there & (dims < d)[None, :])
+    tl.store(DV + to * e + values[None, :], dv.to(DV.dtype.element_ty), mask=there & (values < e)[None, :])
+
+
+@jit
+def fine_bwd_part_kernel(
+    Q, C, FAR, MEAN, FAR_LSE, NEAR_LSE, ORDER, FIRST, LSE, DY, DELTA, D_LSE, MOVED, D_MEAN, D_FAR, D_FAR_LSE,
+    n, c, parts, d, e, heads, scale, natural_scale, every, sqb, sqh, sqn, syb, syh, syn,
+    MASS: tl.constexpr, DETACH: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_D_LSE: tl.constexpr,
+    BS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of a cluster's far parts past all of its queries."""
+    which, lead = tl.program_id(0) // every, tl.program_id(1).to(tl.int64)
+    begin = tl.load(FIRST + lead * (c + 2) + which)
+    end = tl.load(FIRST + lead * (c + 2) + which + 1)
+    batch, head = lead // heads, lead % heads
+    dims, values, cluster = tl.arange(0, BD), tl.arange(0, BE), lead * c + which
+    part = (tl.program_id(0) % every) * BP + tl.arange(0, BP)
+    k, v, bias = _part_keys(
+        MEAN, FAR, FAR_LSE, C, lead, which, c, part, parts, dims, values, d, e, scale, Q.dtype.element_ty, MASS
+    )
+    far_share = 0.0
+    if MASS == 2:
+        far_share = tl.sigmoid(_odds(tl.load(FAR_LSE + cluster), tl.load(NEAR_LSE + cluster)))
+    d_mean, d_far = tl.zeros((BP, BD), tl.float32), tl.zeros((BP, BE), tl.float32)
+    d_level = tl.zeros((BP,), tl.float32)
+    centroid = _row(C, cluster, dims, d)
+    for turn in range(begin, end, BS):
+        place = turn + tl.arange(0, BS)
+        real = place < end
+        query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
+        row = lead * n + query
+        q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
+        dy = _gather(DY, batch * syb + head * syh, query, syn, values, e, real)
+        lse = tl.load(LSE + row)
+        seen = real & (lse != float("-inf"))
+        delta = tl.load(DELTA + row)
+        if MASS == 2:  # one far part, mixed in by its share
+            d_lse = tl.zeros((BS,), tl.float32)
+            if HAS_D_LSE:
+                d_lse = tl.where(seen, tl.load(D_LSE + row), 0.0)
+            to_far = tl.sum(dy.to(tl.float32) * _row(FAR, cluster, values, e)[None, :], 1)
+            gap = far_share * ((1 - far_share) * to_far + d_lse)
+            if not DETACH:
+                gap -= far_share * (delta + d_lse - far_share * to_far)  # (1 - share) dy . the near answer
+            weight = tl.where(seen, far_share, 0.0)
+            d_level += tl.where(part == 0, tl.sum(tl.where(seen, gap, 0.0), 0), 0.0)
+            mixed = tl.sum(weight[:, None] * dy.to(tl.float32), 0)
+            d_far += tl.where((part == 0)[:, None], mixed[None, :], 0.0)
+        else:
+            s = tl.zeros((BS, BP), tl.float32) + bias[None, :]
+            if MASS == 1:
+                s += tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             base2 = tl.where(seen, lse, 0.0) * 1.4426950408889634
-            delta = tl.load(DELTA + row)
-            if MASS == 2:
-                base2 -= _softplus(odds) * 1.4426950408889634
-                delta -= far_share * tl.sum(dy.to(tl.float32) * _row(FAR, cluster, values, e)[None, :], 1)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            p = tl.where(seen[:, None] & (near >= 0)[None, :], tl.exp2(s - base2[:, None]), 0.0)
-            dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION) * (1 - far_share)
+            p = tl.where(seen[:, None], tl.exp2(s - base2[:, None]), 0.0)
+            dp = tl.dot(dy, tl.trans(v.to(dy.dtype)), input_precision=PRECISION)
+            if HAS_SLOPE:
+                dp += tl.load(MOVED + row)[:, None]
             ds = p * (dp - delta[:, None])
-            dv += tl.dot(tl.trans((p * (1 - far_share)).to(dy.dtype)), dy, input_precision=PRECISION)
-            dk += tl.dot(tl.trans((ds * natural_scale).to(q.dtype)), q, input_precision=PRECISION)
-        to, there = (cluster * t + slot)[:, None], (slot < t)[:, None]
-        tl.store(DK + to * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=there & (dims < d)[None, :])
-        tl.store(DV + to * e + values[None, :], dv.to(DV.dtype.element_ty), mask=there & (values < e)[None, :])
-    else:
-        part = (tile - near_tiles) * BP + tl.arange(0, BP)
-        k, v, bias = _part_keys(
-            MEAN, FAR, FAR_LSE, C, lead, which, c, part, parts, dims, values, d, e, scale, K.dtype.element_ty, MASS
-        )
-        d_mean, d_far = tl.zeros((BP, BD), tl.float32), tl.zeros((BP, BE), tl.float32)
-        d_level = tl.zeros((BP,), tl.float32)
-        centroid = _row(C, cluster, dims, d)
-        for turn in range(begin, end, BS):
-            place = turn + tl.arange(0, BS)
-            real = place < end
-            query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
-            row = lead * n + query
-            q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
-            dy = _gather(DY, batch * syb + head * syh, query, syn, values, e, real)
-            lse = tl.load(LSE + row)
-            seen = real & (lse != float("-inf"))
-            delta = tl.load(DELTA + row)
-            if MASS == 2:  # one far part, mixed in by its share
-                d_lse = tl.zeros((BS,), tl.float32)
-                if HAS_D_LSE:
-                    d_lse = tl.where(seen, tl.load(D_LSE + row), 0.0)
-                to_far = tl.sum(dy.to(tl.float32) * _row(FAR, cluster, values, e)[None, :], 1)
-                to_near = delta + d_lse - far_share * to_far  # (1 - share) dy . the near answer
-                gap = far_share * ((1 - far_share) * to_far + d_lse)
-                if not DETACH:
-                    gap -= far_share * to_near
-                weight = tl.where(seen, far_share, 0.0)
-                only = (part == 0)[:, None]
-                d_level += tl.where(part == 0, tl.sum(tl.where(seen, gap, 0.0), 0), 0.0)
-                d_far += tl.where(only, tl.sum(weight[:, None] * dy.to(tl.float32), 0)[None, :], 0.0)
-            else:
-                s = tl.zeros((BS, BP), tl.float32) + bias[None, :]
-                if MASS == 1:
-                    s += tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-                base2 = tl.where(seen, lse, 0.0) * 1.4426950408889634
-                p = tl.where(seen[:, None], tl.exp2(s - base2[:, None]), 0.0)
-                dp = tl.dot(dy, tl.trans(v.to(dy.dtype)), input_precision=PRECISION)
-                if HAS_SLOPE:
-                    dp += tl.load(MOVED + row)[:, None]
-                ds = p * (dp - delta[:, None])
-                d_level += tl.sum(ds, 0)
-                d_far += tl.dot(tl.trans(p.to(dy.dtype)), dy, input_precision=PRECISION)
-                if MASS == 1:
-                    apart = tl.where(real[:, None], q.to(tl.float32) - centroid[None, :], 0.0).to(q.dtype)
-                    d_mean += tl.dot(tl.trans((ds * natural_scale).to(q.dtype)), apart, input_precision=PRECISION)
-        to, there = (lead * parts + part) * c + which, part < parts
-        tl.store(D_FAR + to[:, None] * e + values[None, :], d_far, mask=there[:, None] & (values < e)[None, :])
-        tl.store(D_FAR_LSE + to, d_level, mask=there)
-        if MASS == 1:
-            tl.store(D_MEAN + to[:, None] * d + dims[None, :], d_mean, mask=there[:, None] & (dims < d)[None, :])
+            d_level += tl.sum(ds, 0)
+            d_far += tl.dot(tl.trans(p.to(dy.dtype)), dy, input_precision=PRECISION)
+            if MASS == 1:
+                apart = tl.where(real[:, None], q.to(tl.float32) - centroid[None, :], 0.0).to(q.dtype)
+                d_mean += tl.dot(tl.trans((ds * natural_scale).to(q.dtype)), apart, input_precision=PRECISION)
+    to, there = (lead * parts + part) * c + which, part < parts
+    tl.store(D_FAR + to[:, None] * e + values[None, :], d_far, mask=there[:, None] & (values < e)[None, :])
+    tl.store(D_FAR_LSE + to, d_level, mask=there)
+    if MASS == 1:
+        tl.store(D_MEAN + to[:, None] * d + dims[None, :], d_mean, mask=there[:, None] & (dims < d)[None, :])
 
 
 @jit
@@ -237,36 +253,48 @@ def backward(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    shape, splits = launch(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
+    shape, splits = tiling(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
     dq = new(b, h, n, d, dtype=q.dtype)
     delta, moved = new(2, lead, n)
     foot = new(lead, clusters, splits, d if slope else 0)
-    flags = {"MASS": mass, "HAS_SLOPE": slope, "HAS_D_LSE": d_lse is not None}
+    flags: dict[str, Any] = {"MASS": mass, "HAS_SLOPE": slope, "HAS_D_LSE": d_lse is not None}
     sizes = (n, clusters, top, parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
     theirs = (q, k, v, plain, found.near_at, found.out, found.mean_key, found.lse, found.near_lse)
     d_lse = delta if d_lse is None else d_lse.float().contiguous()
-    fine_bwd_q_kernel[((clusters + 1) * splits, lead)](
-        *theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot,
-        *sizes, splits, *strides, num_stages=1, **flags, **shape,
+    launch(
+        fine_bwd_q_kernel, ((clusters + 1) * splits, lead),
+        (*theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot),
+        (*sizes, splits, *strides), num_stages=1, **flags, **shape,
     )  # fmt: skip
     near_dk, near_dv = new(lead, clusters, top, d, dtype=k.dtype), new(lead, clusters, top, e, dtype=v.dtype)
     d_far, d_level = new(lead, parts, clusters, e), new(lead, parts, clusters)
     d_mean = new(lead, parts, clusters, d if mass == TANGENT else 0)
-    near_tiles = -(-top // shape["BT"])
-    every = near_tiles + -(-parts // shape["BP"])
-    fine_bwd_k_kernel[(clusters * every, lead)](
-        *theirs, order, first, lse, dy, delta, d_lse, moved, near_dk, near_dv, d_mean, d_far, d_level,
-        *sizes, near_tiles, every, *strides, DETACH=settings.detach, num_stages=1, **flags, **shape,
+    warps = {name: shape[name] for name in ("BS", "BD", "BE", "PRECISION", "num_warps")}
+    far_numbers, near_numbers = (clusters, parts, d, e, h), (clusters, top, d, e, h, h // k.shape[1])
+    if top:
+        every = -(-top // shape["BT"])
+        launch(
+            fine_bwd_near_kernel, (clusters * every, lead),
+            (q, k, v, found.near_at, found.out, found.lse, found.near_lse, order, first, lse, dy, delta, near_dk,
+            near_dv), (n, *near_numbers, reach.scale * LOG2E, reach.scale, every, *strides),
+            MASS=mass, BT=shape["BT"], num_stages=1, **warps,
+        )  # fmt: skip
+    every = -(-parts // shape["BP"])
+    launch(
+        fine_bwd_part_kernel, (clusters * every, lead),
+        (q, plain, found.out, found.mean_key, found.lse, found.near_lse, order, first, lse, dy, delta, d_lse, moved,
+        d_mean, d_far, d_level), (n, *far_numbers, reach.scale * LOG2E, reach.scale, every,
+        *q.stride()[:3], *dy.stride()[:3]), DETACH=settings.detach, BP=shape["BP"], num_stages=1, **flags, **warps,
     )  # fmt: skip
     d_slope = None
     if slope:
         programs = max(1, min(-(-264 // lead), -(-n // 128)))
         stretch = -(-n // (programs * 64)) * 64
         part = new(lead, programs, d, e)
-        d_slope_kernel[(programs, lead)](
-            q, plain, labels.contiguous(), dy, share, lse, part, n, clusters, d, e, h, reach.scale, programs, stretch,
-            *q.stride()[:3], *dy.stride()[:3],
+        launch(
+            d_slope_kernel, (programs, lead), (q, plain, labels.contiguous(), dy, share, lse, part),
+            (n, clusters, d, e, h, reach.scale, programs, stretch, *q.stride()[:3], *dy.stride()[:3]),
             BS=64 if (power(d) + power(e)) * q.element_size() <= 512 else 32, BD=power(d), BE=power(e),
             PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
         )  # fmt: skip

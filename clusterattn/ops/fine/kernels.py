@@ -1,5 +1,5 @@
-"""Queries sorted by cluster walk past their cluster's near keys and far parts, flash style; then the far values move with
-the query by the slope. Any number of near keys and parts: they come in tiles.
+"""Queries sorted by cluster walk past their cluster's near keys and far parts, flash style; then the far values move
+with the query by the slope. Any number of near keys and parts: they come in tiles.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..._types import Parts
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
 from ..coarse.reference import Reach
@@ -174,10 +175,11 @@ class Settings:
     detach: bool
 
 
-def launch(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> tuple[dict[str, Any], int]:
+def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> tuple[dict[str, Any], int]:
     """Tiles, and how many programs share the queries of a cluster."""
     (n, d), e = q.shape[2:], v.shape[3]
     tile, splits = tiles(n, clusters, most)
+    splits = min(16, 4 * splits)  # clusters differ in size, and one that finds nothing to do costs little
     width = power(d) + power(e)
     keys = 64 if width * q.element_size() <= 512 else 32
     size = tile * width * q.element_size()
@@ -197,14 +199,15 @@ def forward(
     found = coarse.forward(c, keys, pi, reach)
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
-    shape, splits = launch(q, v, clusters, top, reach.parts, 64)
+    shape, splits = tiling(q, v, clusters, top, reach.parts, 64)
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
-    fine_fwd_kernel[((clusters + 1) * splits, b * h)](
-        q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.near_lse, found.slope, order, first,
-        out, lse, share, n, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
-        reach.per, splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+    launch(
+        fine_fwd_kernel, ((clusters + 1) * splits, b * h),
+        (q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.near_lse, found.slope, order, first,
+        out, lse, share), (n, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
+        reach.per, splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=2, **shape,
     )  # fmt: skip
     return out, lse, share, found, keys

@@ -156,9 +156,10 @@ def backward(
         rows = torch.where(p.real, p.rows, b * h * n).flatten()
         dq[rows] = (mine if d_apart is None else mine + d_apart).view(-1, d)
     return (
-        dq[:-1].view(b, h, n, d), None if d_c is None else d_c.view_as(offer.c), d_keys.view(offer.keys.shape),
+        dq[:-1].view(b, h, n, d),
+        None if d_c is None or offer.c is None else d_c.view(offer.c.shape), d_keys.view(offer.keys.shape),
         d_values.view(offer.values.shape), d_bias.view(offer.bias.shape),
-        None if d_slope is None else d_slope.view_as(offer.slope),
+        None if d_slope is None or offer.slope is None else d_slope.view(offer.slope.shape),
     )  # fmt: skip
 
 

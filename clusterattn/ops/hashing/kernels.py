@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import draw
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from ..draw import kernels as draw_kernels
 
 LEAST_BITS = 18
@@ -20,7 +20,7 @@ WIDEST = 8192  # numbers in a tile of rows
 
 
 @jit
-def directions_kernel(OUT, HOLDER, total, each, low, high, stream, HELD: tl.constexpr, BLOCK: tl.constexpr):
+def directions_kernel(OUT, HOLDER, total, each, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
     """draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
     low, high = draw_kernels.halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -213,11 +213,11 @@ def _flags(valid: Tensor | None, like: Tensor) -> Tensor:
 
 def directions(rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None) -> Tensor:
     out = torch.empty(rounds, each, d, dtype=torch.float32, device=device)
-    held, low, high = draw_kernels.seed_arguments(number, holder, out)
+    held, halves = draw_kernels.seed_arguments(number, holder, out)
     if out.numel():
-        directions_kernel[(_triton.cdiv(out.numel(), 256),)](
-            out, held, out.numel(), each * d, low, high, draw.STREAM_ROUNDS, HELD=holder is not None,
-            BLOCK=256, num_warps=4,
+        launch(
+            directions_kernel, (cdiv(out.numel(), 256),), (out, held), (out.numel(), each * d, draw.STREAM_ROUNDS),
+            halves, HELD=holder is not None, BLOCK=256, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -234,8 +234,9 @@ def scores(
         score = torch.empty(b, heads, r, n, dtype=torch.float32, device=x.device)
         norm = torch.empty(b, heads, n if lifted else 0, dtype=torch.float32, device=x.device)
         tile = WIDEST // power(d)
-        project_kernel[(_triton.cdiv(n, tile), b * heads)](
-            x, drawn, _flags(valid, x), score, norm, mine, n, d, width, heads, *x.stride()[:3],
+        launch(
+            project_kernel, (cdiv(n, tile), b * heads), (x, drawn, _flags(valid, x), score, norm, mine),
+            (n, d, width, heads, *x.stride()[:3]),
             LIFTED=lifted, HAS_VALID=valid is not None, R=r, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
         found.append((score, norm))
@@ -247,9 +248,10 @@ def scores(
     ):  # fmt: skip
         n = score.shape[3]
         out = torch.empty(b, h, r, n, dtype=torch.float32, device=q.device)
-        lift_kernel[(_triton.cdiv(n, 1024), b * h)](
-            score, norm, mine, others, drawn, out, n, column, width, h, *groups, R=r, BN=1024, num_warps=4
-        )
+        launch(
+            lift_kernel, (cdiv(n, 1024), b * h), (score, norm, mine, others, drawn, out),
+            (n, column, width, h, *groups), R=r, BN=1024, num_warps=4,
+        )  # fmt: skip
         lifts.append(out)
     return lifts[0], lifts[1]
 
@@ -261,9 +263,10 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None) -> Tensor:
     half = x.dtype != torch.float32
     tile, columns, warps = (128, 128, 8) if half and d <= 128 else (64, 64, 4)
     columns = min(columns, power(each))
-    polytope_kernel[(_triton.cdiv(n, tile), b * h)](
-        x, drawn, buckets.reshape(-1).contiguous() if buckets is not None else x, hashes,
-        n, d, each, rounds, h, *x.stride()[:3],
+    launch(
+        polytope_kernel, (cdiv(n, tile), b * h),
+        (x, drawn, buckets.reshape(-1).contiguous() if buckets is not None else x, hashes),
+        (n, d, each, rounds, h, *x.stride()[:3]),
         HAS_BUCKETS=buckets is not None, EVEN=each % columns == 0, BN=tile, BD=power(d), BC=columns,
         PRECISION=precision(x), num_warps=warps,
     )  # fmt: skip
@@ -290,8 +293,9 @@ def _order(numbers: list[Tensor], valid: list[Tensor | None], limit: int) -> tup
     starts, segment, start = [], 0, 0
     for x, real in zip(numbers, valid, strict=True):
         b, h, r, n = x.shape
-        pack_kernel[(b * h * r, _triton.cdiv(n, 1024))](
-            x.contiguous(), _flags(real, x), keys, start, segment, n, h * r, step,
+        launch(
+            pack_kernel, (b * h * r, cdiv(n, 1024)), (x.contiguous(), _flags(real, x), keys),
+            (start, segment, n, h * r, step),
             BITS=bits, HAS_VALID=real is not None, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         starts.append(start)
@@ -309,9 +313,10 @@ def _seat(
 ) -> Tensor:  # fmt: skip
     b, h, r, n = by.shape
     table = torch.empty(b, h, r * g, width, dtype=torch.int64, device=by.device)
-    seat_kernel[(b * h * r, _triton.cdiv(g * width, 1024))](
-        order, real if real is not None else order, other_real if other_real is not None else order, table,
-        first, n, m, g, size, other_size, width, h * r, shared,
+    launch(
+        seat_kernel, (b * h * r, cdiv(g * width, 1024)),
+        (order, real if real is not None else order, other_real if other_real is not None else order, table),
+        (first, n, m, g, size, other_size, width, h * r, shared),
         HAS_REAL=real is not None, HAS_OTHER=other_real is not None, BALANCED=balanced, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return table
@@ -352,7 +357,8 @@ def _unit(x: Tensor, dy: Tensor, backward: bool) -> Tensor:
     b, h, n, d = x.shape
     out = torch.empty(b, h, n, d, dtype=x.dtype, device=x.device)
     tile = WIDEST // power(d) // 2
-    unit_kernel[(_triton.cdiv(n, tile), b * h)](
-        x, dy, out, n, d, h, *x.stride()[:3], BACKWARD=backward, BN=tile, BD=power(d), num_warps=4
-    )
+    launch(
+        unit_kernel, (cdiv(n, tile), b * h), (x, dy, out), (n, d, h, *x.stride()[:3]),
+        BACKWARD=backward, BN=tile, BD=power(d), num_warps=4,
+    )  # fmt: skip
     return out

@@ -135,9 +135,44 @@ def _give_back_means(ctx: Any, d_means: Tensor | None, _: None) -> Tensor | None
 _means.gradient(_give_back_means, _keep_members)
 
 
+@_kmeans.flops
+def _(points: Any, valid: Any, start_at: Any, train_at: Any, form: Any, updates: int, *_: Any) -> int:
+    (b, h, rows, w), c = points, start_at[2]
+    rows = rows if train_at is None else train_at[2]
+    return int(2 * b * h * (updates * rows * c * w + (0 if form is None else (updates + 1) * c * w * w)))
+
+
+@_nearest.flops
+def _(points: Any, right: Any, *_: Any) -> int:
+    b, h, n, w = points
+    return int(2 * b * h * n * right[1] * w)
+
+
+@_lloyd.flops
+def _(points: Any, valid: Any, centroids: Any, alive: Any, updates: int, backend: str) -> int:
+    b, h, n, w = points
+    return int(2 * b * h * updates * n * centroids[1] * w)
+
+
+@_farthest.flops
+def _(points: Any, pool_at: Any, clusters: int, form: Any, *_: Any) -> int:
+    (b, h, pool), w = pool_at, points[3]
+    return int(2 * b * h * pool * w * (clusters + (0 if form is None else w)))
+
+
+@_covariance.flops
+def _(k: Any, keep: Any, at: Any, backend: str) -> int:
+    b, hk, m, d = k
+    return int(2 * b * hk * (m if at is None else at[2]) * d * d)
+
+
 def _flat(x: Tensor | None, lead: torch.Size, keep: int) -> Tensor | None:
     """Expand the leading dimensions to ``lead`` and fold them into one."""
-    return None if x is None else x.expand(*lead, *x.shape[x.dim() - keep :]).flatten(0, len(lead) - 1)
+    if x is None:
+        return None
+    if x.shape[: x.dim() - keep] != lead:
+        x = x.expand(*lead, *x.shape[x.dim() - keep :])
+    return x.flatten(0, len(lead) - 1)
 
 
 def _four(points: Tensor) -> Tensor:
@@ -149,7 +184,8 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     """(b h c) without a copy where there is nothing between b and c but the heads."""
     if at is None:
         return None
-    at = at.expand(*lead, at.shape[-1])
+    if at.shape[:-1] != lead:
+        at = at.expand(*lead, at.shape[-1])
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
@@ -232,14 +268,13 @@ def farthest(
     signs: bool = False, form: Tensor | None = None, backend: str = "reference",
 ) -> Tensor:  # fmt: skip
     """Of the points (... n w) at pool_at (... p), the positions (... c) of those that lie far apart in the metric; -1
-    once the pool is used up."""
+    where the pool is nearly used up."""
     lead = points.shape[:-2]
-    best: Tensor = _farthest(
+    positions: Tensor = _farthest(
         _four(points), _three(pool_at, lead), clusters, _flat(form, lead, 2), signs,
         serving("farthest", REFERENCE if signs else backend, points),  # codes have many ties: torch picks among them
     )  # fmt: skip
-    best = best.view(*lead, clusters)
-    return torch.where(best >= 0, pool_at.expand(*lead, -1).gather(-1, best.clamp(min=0)), -1)
+    return positions.view(*lead, clusters)
 
 
 def means(

@@ -1,17 +1,24 @@
-"""k-means: the assignment is a product on tensor cores, the update a sum over members (see members/kernels.py).
+"""k-means: codes, starts, the assignment of everybody, a product on tensor cores, and the members' means.
 
-Sums are split over programs and added up in a fixed order: the same inputs give the same bits.
+Training is in train.py, starts that lie far apart in far.py. Sums are split over programs and added up in a fixed
+order: the same inputs give the same bits.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl, why_no_kernels
-from .._jit import triton as _triton
+from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
-from .reference import rows_at
+from .far_kernels import far
+from .reference import FEW, rows_at
+from .train_kernels import move, seen_by, train
+
+TOGETHER = 1 << 16  # rows, over all heads, that are trained on in one launch
 
 
 @jit
@@ -53,9 +60,10 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
     (b, h, n, d), w = x.shape, planes.shape[1]
     out = torch.empty(b, h, n, padded(w), dtype=dtype_of_codes(x), device=x.device)
     if out.numel():
-        codes_kernel[(_triton.cdiv(n, 64), b * h)](
-            x, planes, thresholds.float().contiguous() if thresholds is not None else planes, out,
-            n, d, w, padded(w), h, *x.stride()[:3],
+        launch(
+            codes_kernel, (cdiv(n, 64), b * h),
+            (x, planes, thresholds.float().contiguous() if thresholds is not None else planes, out),
+            (n, d, w, padded(w), h, *x.stride()[:3]),
             HAS_THRESHOLDS=thresholds is not None, BN=64, BD=power(d), BW=power(w),
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
@@ -126,33 +134,23 @@ def add_up_kernel(
 
 
 @jit
-def _seen(centroid, FORM, lead, d, dims, HAS_FORM: tl.constexpr):
-    """The centroids as the metric sees them: S c."""
-    seen = centroid
-    if HAS_FORM:
-        wide = dims < d
-        form = tl.load(
-            FORM + lead * d * d + dims[:, None] * d + dims[None, :], mask=wide[:, None] & wide[None, :], other=0.0
-        )
-        seen = tl.dot(centroid, form, input_precision="tf32x3")  # as good as fp32, on tensor cores
-    return seen
-
-
-@jit
 def start_kernel(
-    X, AT, FORM, CENTROIDS, ORIGIN, ALIVE, W, OFFSET, d, c, heads, sxb, sxh, sxn, sab, sah,
-    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, BC: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr,
+    X, AT, FORM, CENTROIDS, ORIGIN, W, OFFSET, BARRIER, BEST, d, c, few, heads, picks, sxb, sxh, sxn, sab, sah,
+    HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, FAR: tl.constexpr,
+    BC: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The points at AT become the centroids, relative to their mean, with their side of the product."""
+    """The points at AT become the centroids, relative to the mean of a few, with their side of the product.
+
+    What training counts with begins at zero: BARRIER (lead), and with FAR what cells offer, BEST (3 lead picks)."""
     lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide = dims < d
     base, at_base = X + (lead // heads) * sxb + (lead % heads) * sxh, AT + (lead // heads) * sab + (lead % heads) * sah
     origin, living = tl.zeros((BD,), tl.float32), 0.0
     if not SIGNS:  # every program finds the same mean: reading all starts again is cheaper than another launch
-        for first in range(0, c, BA):
+        for first in range(0, few, BA):
             which = first + tl.arange(0, BA)
-            at = tl.load(at_base + which, mask=which < c, other=-1)
+            at = tl.load(at_base + which, mask=which < few, other=-1)
             x = tl.load(base + at[:, None] * sxn + dims[None, :], mask=(at >= 0)[:, None] & wide[None, :], other=0.0)
             origin += tl.sum(x.to(tl.float32), 0)
             living += tl.sum((at >= 0).to(tl.float32), 0)
@@ -163,87 +161,24 @@ def start_kernel(
     alive = at >= 0
     x = tl.load(base + at[:, None] * sxn + dims[None, :], mask=alive[:, None] & wide[None, :], other=0.0)
     centroid = tl.where(alive[:, None], x.to(tl.float32) - origin[None, :], 0.0)
-    seen = _seen(centroid, FORM, lead, d, dims, HAS_FORM)
-    offset = tl.zeros((BC,), tl.float32)
-    if not SIGNS:
-        offset = -0.5 * tl.sum(centroid * seen, axis=1)
     place = (lead * c + which[:, None]) * d + dims[None, :]
     mask = here[:, None] & wide[None, :]
     tl.store(CENTROIDS + place, centroid, mask=mask)
-    tl.store(W + place, seen.to(W.dtype.element_ty), mask=mask)
-    tl.store(OFFSET + lead * c + which, tl.where(alive, offset, float("-inf")), mask=here)
-    tl.store(ALIVE + lead * c + which, alive.to(tl.int8), mask=here)
-    if tl.program_id(0) == 0:
-        tl.store(ORIGIN + lead * d + dims, origin, mask=wide)
-
-
-@jit
-def update_kernel(
-    SUMS, COUNTS, CENTROIDS, ORIGIN, FORM, ALIVE, W, OFFSET, c, d, splits,
-    MOVE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_FORM: tl.constexpr, SIGNS: tl.constexpr,
-    BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Means of the sums become the centroids (an empty cluster keeps its own), with their side of the next product."""
-    lead = tl.program_id(1).to(tl.int64)
-    which, dims = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BD)
-    here, wide = which < c, dims < d
-    place = (lead * c + which[:, None]) * d + dims[None, :]
-    mask = here[:, None] & wide[None, :]
-    centroid = tl.load(CENTROIDS + place, mask=mask, other=0.0)
-    if MOVE:
-        total, count = _added(SUMS, COUNTS, lead, which, dims, c, d, splits, BC, BS, BD)
-        if SIGNS:
-            mean = tl.where(total > 0, 1.0, -1.0)
-        else:
-            mean = total / tl.maximum(count, 1.0)[:, None]
-            if HAS_ORIGIN:
-                mean -= tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)[None, :]
-        centroid = tl.where((count[:, None] > 0) & mask, mean, centroid)
-        tl.store(CENTROIDS + place, centroid, mask=mask)
-    seen = _seen(centroid, FORM, lead, d, dims, HAS_FORM)
-    offset = tl.zeros((BC,), tl.float32)
+    seen, offset = centroid, tl.zeros((BC,), tl.float32)
+    if HAS_FORM:
+        tl.debug_barrier()
+        seen = seen_by(CENTROIDS, FORM, lead, which, dims, c, d, BC, BD, BK)
     if not SIGNS:
         offset = -0.5 * tl.sum(centroid * seen, axis=1)
-    alive = tl.load(ALIVE + lead * c + which, mask=here, other=0)
     tl.store(W + place, seen.to(W.dtype.element_ty), mask=mask)
-    tl.store(OFFSET + lead * c + which, tl.where(alive != 0, offset, float("-inf")), mask=here)
-
-
-@jit
-def farthest_kernel(CENTROIDS, W, OFFSET, GAP, CHOSEN, p, c, d, BP: tl.constexpr, BD: tl.constexpr):
-    """One head: first the point farthest from the mean, then always the one farthest from all chosen ones.
-
-    The squared distance of i and j is norm(i) + norm(j) - 2 w(i) . x(j); what start_kernel left holds all three.
-    """
-    lead, at, dims = tl.program_id(0).to(tl.int64), tl.arange(0, BP), tl.arange(0, BD)
-    best, where = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for first in range(0, p, BP):
-        point = first + at
-        gap = tl.load(OFFSET + lead * p + point, mask=point < p, other=float("-inf"))
-        gap = tl.where(gap == float("-inf"), gap, -2 * gap)  # its distance from the mean
-        highest, index = tl.max(gap, 0, return_indices=True)
-        where = tl.where(highest > best, first + index, where)
-        best = tl.maximum(best, highest)
-    for pick in range(c):
-        tl.store(CHOSEN + lead * c + pick, tl.where(best == float("-inf"), -1, where).to(tl.int64))
-        chosen = tl.load(CENTROIDS + (lead * p + where) * d + dims, mask=dims < d, other=0.0)
-        norm, last = -2 * tl.load(OFFSET + lead * p + where), where
-        best, where = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-        for first in range(0, p, BP):
-            point = first + at
-            w = tl.load(
-                W + (lead * p + point)[:, None] * d + dims[None, :],
-                mask=(point < p)[:, None] & (dims < d)[None, :], other=0.0,
-            )  # fmt: skip
-            own = tl.load(OFFSET + lead * p + point, mask=point < p, other=float("-inf"))
-            apart = norm - 2 * own - 2 * tl.sum(w.to(tl.float32) * chosen[None, :], 1)
-            if pick > 0:
-                apart = tl.minimum(apart, tl.load(GAP + lead * p + point, mask=point < p, other=float("-inf")))
-            apart = tl.where((own == float("-inf")) | (point == last), float("-inf"), apart)
-            tl.store(GAP + lead * p + point, apart, mask=point < p)
-            highest, index = tl.max(apart, 0, return_indices=True)
-            where = tl.where(highest > best, first + index, where)
-            best = tl.maximum(best, highest)
+    tl.store(OFFSET + lead * c + which, tl.where(alive, offset, float("-inf")), mask=here)
+    if tl.program_id(0) == 0:
+        tl.store(ORIGIN + lead * d + dims, origin, mask=wide)
+        tl.store(BARRIER + lead, 0)
+    if FAR:
+        for plane in tl.static_range(3):
+            wiped = BEST + (plane * tl.num_programs(1) + lead) * picks + which
+            tl.store(wiped, tl.zeros((BC,), tl.int64), mask=which < picks)
 
 
 def why_not(points: Tensor) -> str | None:
@@ -260,26 +195,6 @@ def _tile(points: Tensor) -> tuple[int, int]:
     return (256 if points.element_size() == 2 else 128, 4) if wide <= 64 else (64, 4)
 
 
-def _prepare(
-    points: Tensor, centroids: Tensor, alive: Tensor, origin: Tensor | None, form: Tensor | None, signs: bool,
-    sums: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The product's right side (lead c w) in the points' dtype and its offset; with sums, the centroids move first."""
-    lead, c, d = centroids.shape
-    w = torch.empty(lead, c, d, dtype=points.dtype, device=points.device)
-    offset = torch.empty(lead, c, dtype=torch.float32, device=points.device)
-    totals, counts = sums if sums is not None else (centroids, offset)
-    splits = totals.shape[1] if sums is not None else 0
-    tile = 16
-    update_kernel[(_triton.cdiv(c, tile), lead)](
-        totals, counts, centroids, origin if origin is not None else centroids, form if form is not None else centroids,
-        alive, w, offset, c, d, splits,
-        MOVE=sums is not None, HAS_ORIGIN=origin is not None, HAS_FORM=form is not None, SIGNS=signs,
-        BC=tile, BS=min(4, power(splits, least=1)), BD=power(d), num_warps=4,
-    )  # fmt: skip
-    return w, offset
-
-
 def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
     """points (b h n d), right (lead c d), offset (lead c), origin (lead 1 d) -> labels (lead n)."""
     points, right, origin = rows(points), right.to(points.dtype).contiguous(), _dense(origin)
@@ -289,9 +204,10 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
     if found.numel() == 0 or c == 0:
         return found
     tile, warps = _tile(points)
-    nearest_kernel[(_triton.cdiv(n, tile), b * h)](
-        points, origin if origin is not None else right, right, offset.float().contiguous(), found,
-        n, d, c, h, *points.stride()[:3],
+    launch(
+        nearest_kernel, (cdiv(n, tile), b * h),
+        (points, origin if origin is not None else right, right, offset.float().contiguous(), found),
+        (n, d, c, h, *points.stride()[:3]),
         HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)),
         PRECISION=precision(points), num_warps=warps,
     )  # fmt: skip
@@ -305,9 +221,10 @@ def _add_up(parts: Tensor, counts: Tensor, dtype: torch.dtype, mean: bool) -> tu
     total = torch.empty(lead, c, dtype=torch.int64, device=parts.device)
     few = min(32, power(splits, least=1))
     each = max(1, 64 // few)
-    add_up_kernel[(_triton.cdiv(c, each), lead)](
-        parts, counts, out, total, c, d, splits, MEAN=mean, BC=each, BS=few, BD=power(d), num_warps=4
-    )
+    launch(
+        add_up_kernel, (cdiv(c, each), lead), (parts, counts, out, total), (c, d, splits),
+        MEAN=mean, BC=each, BS=few, BD=power(d), num_warps=4,
+    )  # fmt: skip
     return out, total
 
 
@@ -326,37 +243,48 @@ def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: 
     return member_sums(x, order, first, x.dtype, mean=True)
 
 
-def _start(
-    points: Tensor, at: Tensor, form: Tensor | None, signs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Centroids, alive, origin, right side and offset of the points (b h n d) at positions (b h c)."""
-    (b, h, _, d), c = points.shape, at.shape[2]
+class Begun(NamedTuple):
+    """What starts leave for training."""
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(b * h, *shape, dtype=dtype, device=points.device)
+    centroids: Buffer  # (lead c d), relative to the origin
+    origin: Tensor  # (lead 1 d)
+    w: Tensor  # (lead c d), their side of the product
+    offset: Tensor  # (lead c)
+    barrier: Buffer  # (lead) zeros
+    best: Buffer  # (3 lead picks) zeros
 
-    centroids, alive, origin = new(c, d), new(c, dtype=torch.int8), new(1, d)
-    w, offset = new(c, d, dtype=points.dtype), new(c)
-    at = at if at.stride(-1) == 1 else at.contiguous()
-    tile = 32
-    start_kernel[(_triton.cdiv(c, tile), b * h)](
-        points, at, form if form is not None else points, centroids, origin, alive, w, offset,
-        d, c, h, *points.stride()[:3], *at.stride()[:2],
-        HAS_FORM=form is not None, SIGNS=signs, BC=tile, BA=min(128, power(c)), BD=power(d), num_warps=4,
+
+def _start(points: Tensor, at: Tensor, form: Tensor | None, signs: bool, picks: int = 0) -> Begun:
+    """The points (b h n d) at positions (b h c) as centroids; picks: how many of them will be chosen, by distances that
+    half precision would blur."""
+    (b, h, _, d), c, device = points.shape, at.shape[2], points.device
+    lead, tile, wide = b * h, 32, power(d)
+    centroids, barrier, best = workspace(
+        device, ((lead, c, d), torch.float32), ((lead,), torch.int32), ((3, lead, picks), torch.int64)
+    )
+    begun = Begun(
+        centroids, torch.empty(lead, 1, d, dtype=torch.float32, device=device),
+        torch.empty(lead, c, d, dtype=torch.float32 if picks else points.dtype, device=device),
+        torch.empty(lead, c, dtype=torch.float32, device=device), barrier, best,
     )  # fmt: skip
-    return centroids, alive, origin, w, offset
+    launch(
+        start_kernel, (cdiv(c, tile), lead), (points, at, points if form is None else form, *begun),
+        (d, c, min(c, FEW), h, picks, *points.stride()[:3], *at.stride()[:2]),
+        HAS_FORM=form is not None, SIGNS=signs, FAR=picks > 0, BC=tile, BA=min(128, power(c)), BD=wide,
+        BK=min(64, wide), num_warps=4,
+    )  # fmt: skip
+    return begun
+
+
+def _positions(at: Tensor) -> Tensor:
+    return at if at.stride(-1) == 1 else at.contiguous()
 
 
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Of the points (b h n d) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart."""
-    points, (b, h, p), d = rows(points), pool_at.shape, points.shape[3]
-    centroids, _, _, w, offset = _start(points, pool_at, _dense(form), False)
-    chosen = torch.empty(b * h, clusters, dtype=torch.int64, device=points.device)
-    farthest_kernel[(b * h,)](
-        centroids, w, offset, torch.empty_like(offset), chosen, p, clusters, d,
-        BP=min(32768 // power(d), power(p)), BD=power(d), num_warps=16,
-    )  # fmt: skip
-    return chosen
+    """Of the points (b h n d) at pool_at (b h p), the positions (lead c) of those that lie far apart."""
+    points, pool_at = rows(points), _positions(pool_at)
+    begun = _start(points, pool_at, _dense(form), False, clusters)
+    return far(pool_at, begun.centroids, begun.w, begun.offset, begun.best, begun.barrier, points, clusters)
 
 
 def kmeans(
@@ -368,27 +296,33 @@ def kmeans(
     updates: int,
     signs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    points, form = rows(points), _dense(form)
-    centroids, alive, origin, w, offset = _start(points, start_at, form, signs)
+    points, form, start_at = rows(points), _dense(form), _positions(start_at)
+    centroids, origin, w, offset, barrier, _ = _start(points, start_at, form, signs)
     if updates:
-        if train_at is not None:
-            points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
-        w, offset = _train(points, valid, None if signs else origin, centroids, alive, form, updates, signs, w, offset)
+        train_at = None if train_at is None else _positions(train_at)
+        valid = None if valid is None else valid.contiguous()
+        _train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
     return w, offset, origin
 
 
 def _train(
-    points: Tensor, valid: Tensor | None, origin: Tensor | None, centroids: Tensor, alive: Tensor, form: Tensor | None,
-    updates: int, signs: bool, w: Tensor, offset: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rounds of assignment and update; the centroids move in place."""
+    points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
+    signs: bool,
+) -> None:  # fmt: skip
+    """In one launch, or stage by stage: with many rows each stage fills the device, and sums over sorted members move
+    less than a product with the labels."""
+    if len(w) * (points if train_at is None else train_at).shape[2] <= TOGETHER:
+        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
+        return
+    if train_at is not None:
+        points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
     for _ in range(updates):
-        labels = nearest(points, w, offset, origin)
+        labels = nearest(points, w, offset, None if signs else origin)
         if valid is not None:
             labels = torch.where(valid, labels, -1)
-        members = member_kernels.by_label(labels, centroids.shape[1])
-        w, offset = _prepare(points, centroids, alive, origin, form, signs, member_kernels.sums(points, *members))
-    return w, offset
+        sums = member_kernels.sums(points, *member_kernels.by_label(labels, w.shape[1]))
+        move(points, start_at, form, origin, centroids, w, offset, barrier, *sums, signs)
 
 
 def lloyd(
@@ -401,9 +335,14 @@ def lloyd(
     updates: int,
     signs: bool,
 ) -> Tensor:
-    points, origin, form = rows(points), _dense(origin), _dense(form)
-    centroids, alive = centroids.float().clone(memory_format=torch.contiguous_format), alive.contiguous()
-    if points.numel() and centroids.numel():
-        first = _prepare(points, centroids, alive, origin, form, signs, None)
-        _train(points, valid, origin, centroids, alive, form, updates, signs, *first)
+    """Euclidean k-means from given centroids (lead c d): no origin, no form, no signs."""
+    points, b, h = rows(points), points.shape[0], points.shape[1]
+    centroids = centroids.float().clone(memory_format=torch.contiguous_format)
+    if points.numel() and centroids.numel() and updates:
+        w, offset = centroids.to(points.dtype, copy=True), centroids.square().sum(-1).mul_(-0.5)
+        offset.masked_fill_(~alive, float("-inf"))
+        start_at = torch.where(alive, 0, -1).view(b, h, -1)  # who is alive is all that training reads of the starts
+        origin = torch.zeros(b * h, 1, points.shape[3], dtype=torch.float32, device=points.device)
+        barrier = torch.zeros(b * h, dtype=torch.int32, device=points.device)
+        _train(points, valid.contiguous(), start_at, None, None, origin, centroids, w, offset, barrier, updates, False)
     return centroids

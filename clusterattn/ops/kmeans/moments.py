@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch, workspace
 
 
 @jit
@@ -78,17 +78,20 @@ def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
     if at is not None:
         m, keep, at = at.shape[2], None, at if at.stride(-1) == 1 else at.contiguous()
     tile = 64 if power(d) > 64 else 128
-    splits = max(1, min(_triton.cdiv(m, 2 * tile), _triton.cdiv(264, b * hk)))
-    stretch = _triton.cdiv(_triton.cdiv(m, splits), tile) * tile
-    second = torch.empty(b, hk, splits, d, d, dtype=torch.float32, device=k.device)
-    first = torch.empty(b, hk, splits, d + 1, dtype=torch.float32, device=k.device)
-    moments_kernel[(splits, b * hk)](
-        k, keep.contiguous() if keep is not None else k, at if at is not None else k, second, first,
-        m, d, hk, splits, stretch, *k.stride()[:3], *(at.stride()[:2] if at is not None else (0, 0)),
+    splits = max(1, min(cdiv(m, 2 * tile), cdiv(264, b * hk)))
+    stretch = cdiv(cdiv(m, splits), tile) * tile
+    second, first = workspace(
+        k.device, ((b, hk, splits, d, d), torch.float32), ((b, hk, splits, d + 1), torch.float32)
+    )
+    launch(
+        moments_kernel, (splits, b * hk),
+        (k, keep.contiguous() if keep is not None else k, at if at is not None else k, second, first),
+        (m, d, hk, splits, stretch, *k.stride()[:3], *(at.stride()[:2] if at is not None else (0, 0))),
         HAS_KEEP=keep is not None, HAS_AT=at is not None, BM=tile, BD=power(d), PRECISION=precision(k), num_warps=4,
     )  # fmt: skip
     cov = torch.empty(b, hk, d, d, dtype=torch.float32, device=k.device)
-    covariance_kernel[(_triton.cdiv(d, 8), b * hk)](
-        second, first, cov, d, splits, BR=8, BS=min(8, power(splits, least=1)), BD=power(d), num_warps=4
-    )
+    launch(
+        covariance_kernel, (cdiv(d, 8), b * hk), (second, first, cov), (d, splits),
+        BR=8, BS=min(8, power(splits, least=1)), BD=power(d), num_warps=4,
+    )  # fmt: skip
     return cov

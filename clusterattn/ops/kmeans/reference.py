@@ -15,6 +15,8 @@ from torch import Tensor
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
 
+FEW = 1024  # starts whose mean is the origin: any point among them would do
+
 
 def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) -> tuple[Tensor, Tensor]:
     """The product's right side (lead c w) and its offset (lead c); dead clusters can never win."""
@@ -106,8 +108,8 @@ def kmeans(
     alive, centroids = (start_at >= 0).flatten(0, 1), wide(rows_at(points, start_at)).flatten(0, 1)
     origin = torch.zeros_like(centroids[:, :1])
     if not signs:
-        living = alive.unsqueeze(-1)
-        origin = (centroids * living).sum(1, keepdim=True) / living.sum(1, keepdim=True).clamp(min=1)
+        living = alive[:, :FEW].unsqueeze(-1)
+        origin = (centroids[:, :FEW] * living).sum(1, keepdim=True) / living.sum(1, keepdim=True).clamp(min=1)
         centroids = centroids - origin
     if updates:
         if train_at is not None:
@@ -142,26 +144,53 @@ def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
     return centred.mT @ centred / total
 
 
+def growth(clusters: int) -> list[int]:
+    """How many starts there are before each round: none, one, and then half as many more each time."""
+    sizes = [0]
+    while (size := sizes[-1] + max(1, sizes[-1] // 2)) < clusters:
+        sizes.append(size)
+    return sizes
+
+
 def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None, signs: bool) -> Tensor:
-    """Of the points (b h n w) at pool_at (b h p), the places in the pool (lead c) of those that lie far apart: first
-    the farthest from the mean, then always the point farthest from all chosen ones. -1 once the pool is used up."""
+    """Of the points (b h n w) at pool_at (b h p), the positions (lead c) of those that lie far apart. -1 where no cell
+    has more to offer: the pool is nearly used up.
+
+    First comes the point farthest from the mean. Then, in rounds, the points are cut into cells, each around the chosen
+    point that is nearest; the half of the cells that reach farthest choose their farthest point. As good as choosing
+    one point after another, in log(c) rounds instead of c.
+    """
     points, valid = rows_at(points, pool_at).flatten(0, 1), (pool_at >= 0).flatten(0, 1)
     lead, n, w = points.shape
     held = wide(points).masked_fill(~valid.unsqueeze(-1), 0.0)
-    total = held.sum(1, keepdim=True)
+    total = held[:, :FEW].sum(1, keepdim=True)
     if not signs:  # codes are all of one length, and in whole numbers ties stay ties
-        held = held - total / valid.sum(1).clamp(min=1).view(-1, 1, 1)
+        held = held - total / valid[:, :FEW].sum(1).clamp(min=1).view(-1, 1, 1)
     seen = held if form is None else torch.bmm(held, form)
     norms = (held * seen).sum(-1)
-    to_mean = -(held * total).sum(-1) if signs else norms
-    gap = to_mean.masked_fill(~valid, NEVER)
+    gap = w * FEW - (held * total).sum(-1) if signs else norms  # whoever is farthest, no gap is negative
+    gap = gap.masked_fill(~valid, NEVER)
+    cell = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
+    place = n - torch.arange(n, device=points.device)
     chosen = torch.full((lead, clusters), -1, dtype=torch.int64, device=points.device)
-    heads = torch.arange(lead, device=points.device)
-    for j in range(min(clusters, n)):
-        best, at = gap.max(-1)
-        chosen[:, j] = torch.where(best == NEVER, -1, at)
-        products = torch.bmm(seen, held[heads, at].unsqueeze(-1)).squeeze(-1)  # with the chosen one alone: c·n, not n·n
-        apart = norms + norms.gather(1, at.unsqueeze(1)) - 2 * products
-        gap = apart.masked_fill_(~valid, NEVER) if j == 0 else torch.minimum(gap, apart)
-        gap.scatter_(1, at.unsqueeze(1), NEVER)
-    return chosen
+    sizes = growth(clusters)
+    for size, grown in zip(sizes, [*sizes[1:], clusters], strict=True):
+        # an offer is a gap and, should two be equal, a place: the first comes first
+        offers = (gap.clamp(min=0).float().view(torch.int32).long() << 32) + place
+        offers = offers.masked_fill_(gap == NEVER, 0)
+        best = torch.zeros(lead, max(size, 1), dtype=torch.int64, device=points.device)
+        best = best.scatter_reduce_(1, cell, offers, "amax").topk(grown - size).values
+        picked = torch.where(best == 0, -1, n - (best & 0xFFFFFFFF))
+        chosen[:, size:grown] = picked
+        if size == 0:
+            gap = torch.where(valid, float("inf"), NEVER).to(norms.dtype)
+        for few in spans(grown - size, budget(points) // max(lead * n, 1)):
+            at = picked[:, few].clamp(min=0)
+            theirs = held.gather(1, at.unsqueeze(-1).expand(*at.shape, w))
+            apart = norms.unsqueeze(-1) + norms.gather(1, at).unsqueeze(1) - 2 * torch.bmm(seen, theirs.mT)
+            near, which = apart.clamp_(min=0).masked_fill_(picked[:, None, few] < 0, float("inf")).min(-1)
+            cell = torch.where(near < gap, size + few.start + which, cell)
+            gap = torch.minimum(gap, near)
+        taken = torch.zeros(lead, n + 1, dtype=torch.bool, device=points.device)
+        gap = gap.masked_fill(taken.scatter_(1, torch.where(picked < 0, n, picked), True)[:, :n], NEVER)
+    return torch.where(chosen < 0, -1, pool_at.flatten(0, 1).gather(1, chosen.clamp(min=0)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, rows, tl, why_no_kernels
-from .._jit import triton as _triton
+from .._launch import cdiv, launch, workspace
 
 STRETCH = 512
 MOST = 8190  # clusters that one program counts
@@ -77,15 +77,16 @@ def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     labels = labels.contiguous()
     lead, n = labels.shape
     tile = min(STRETCH, power(n))
-    stretches = _triton.cdiv(n, tile)
-    counts = torch.empty(lead, stretches, clusters + 1, dtype=torch.int32, device=labels.device)
+    stretches = cdiv(n, tile)
+    (counts,) = workspace(labels.device, ((lead, stretches, clusters + 1), torch.int32))
     first = torch.empty(lead, clusters + 2, dtype=torch.int32, device=labels.device)
     order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
     wide = power(clusters + 2)
-    count_kernel[(stretches, lead)](labels, counts, n, clusters, stretches, BN=tile, BC=wide, num_warps=4)
+    sizes = (n, clusters, stretches)
+    launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
     few = min(max(1, 8192 // wide), power(stretches, least=1))
-    scan_kernel[(lead,)](counts, first, clusters, stretches, BS=few, BC=wide, num_warps=8)
-    place_kernel[(stretches, lead)](labels, counts, order, n, clusters, stretches, BN=tile, num_warps=4)
+    launch(scan_kernel, (lead,), (counts, first), sizes[1:], BS=few, BC=wide, num_warps=8)
+    launch(place_kernel, (stretches, lead), (labels, counts, order), sizes, BN=tile, num_warps=4)
     return order, first
 
 
@@ -128,7 +129,8 @@ def sums(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     tile, splits = tiles(n, c, 32)
     totals = torch.empty(b * h, splits, c, d, dtype=torch.float32, device=x.device)
     counts = torch.empty(b * h, splits, c, dtype=torch.float32, device=x.device)
-    member_sums_kernel[(c * splits, b * h)](
-        x, order, first, totals, counts, n, d, c, h, splits, *x.stride()[:3], BN=tile, BD=power(d), num_warps=1
+    launch(
+        member_sums_kernel, (c * splits, b * h), (x, order, first, totals, counts),
+        (n, d, c, h, splits, *x.stride()[:3]), BN=tile, BD=power(d), num_warps=1,
     )  # fmt: skip
     return totals, counts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, power, tl
-from .._jit import triton as _triton
+from .._launch import cdiv, launch
 from ..bucketed.lists import gather_sum
 from ..kmeans.kernels import member_sums
 from ..members.kernels import by_label
@@ -32,7 +32,7 @@ def broadcast(rows: Tensor, labels: Tensor) -> Tensor:
     out = torch.empty(b, h, n, x, dtype=rows.dtype, device=rows.device)
     wide = power(x, least=1)
     tile = max(32, min(1024, 8192 // wide))
-    broadcast_fwd_kernel[(_triton.cdiv(n, tile), b * h)](rows, labels, out, n, c, x, BN=tile, BX=wide, num_warps=4)
+    launch(broadcast_fwd_kernel, (cdiv(n, tile), b * h), (rows, labels, out), (n, c, x), BN=tile, BX=wide, num_warps=4)
     return out
 
 

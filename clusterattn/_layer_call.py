@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._attention import attention
-from .._errors import bad_value
-from .._plan import LayerPlan
-from .._types import Method
+from ._attention import attention
+from ._errors import bad_value
+from ._plan import LayerPlan
+from ._types import Method
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""Where the conditioning rows of a sequence are, on one device or on a rank of diffusers' context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    pieces: list[tuple[slice, bool]]  # stretches of queries, and whether their answers are to be exact
+    order: Tensor | None = None  # (n) the tokens as they follow each other on one device; None: as they come
+    back: Tensor | None = None  # (n) the places to which they return
+
+
+def layout(n: int, exact_rows: int, joint: bool, parallel: Any, device: torch.device) -> Layout:
+    """The first ``exact_rows`` tokens of the whole sequence, or the last if it is negative, among the n of this call.
+
+    Ulysses joins the shares of the ranks in their order, which is the order on one device. Of a joint model, whose
+    conditioning is a stream of its own, each rank has a share of both streams: the streams are put together again, or
+    else the draws of a method would fall on other tokens than on one device. Around a ring, a rank's queries are its
+    own share.
+    """
+    rows, first = abs(exact_rows), exact_rows > 0
+    if parallel is None or not exact_rows:
+        return Layout(_pieces(n, min(rows, n), first))
+    ring, ulysses, at = parallel.ring_degree, parallel.ulysses_degree, parallel._ring_local_rank
+    if not joint:
+        before = at * n if first else (ring - 1 - at) * n  # tokens between this share and that end of the sequence
+        return Layout(_pieces(n, min(max(rows - before, 0), n), first))
+    shares = _shares(rows, ring * ulysses)[at * ulysses : (at + 1) * ulysses]
+    pieces = _pieces(n, sum(shares), first)
+    if ulysses == 1:
+        return Layout(pieces)
+    rest = _shares(n - sum(shares), ulysses)
+    front, behind = (shares, rest) if first else (rest, shares)
+    sizes = [size for pair in zip(front, behind, strict=True) for size in pair]
+    stretches = torch.split(torch.arange(n, device=device), sizes)
+    order = torch.cat([*stretches[0::2], *stretches[1::2]])
+    return Layout(pieces, order, order.argsort())
+
+
+def _pieces(n: int, rows: int, first: bool) -> list[tuple[slice, bool]]:
+    if first:
+        cut = [(slice(0, rows), True), (slice(rows, n), False)]
+    else:
+        cut = [(slice(0, n - rows), False), (slice(n - rows, n), True)]
+    return [(piece, exact) for piece, exact in cut if piece.stop > piece.start]
+
+
+def _shares(total: int, ranks: int) -> list[int]:
+    """As torch.tensor_split, by which diffusers shares out a sequence."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]

@@ -1,0 +1,263 @@
+"""k-means on its sample in one launch: several programs share a head and meet at barriers between the phases.
+
+Phase 2i assigns every program's stretch of rows and adds them up by cluster, as a product with the labels; phase 2i + 1
+moves every program's share of the centroids. Sums are added up in the order of the programs: the same inputs give the
+same bits. The programs of a launch must all run at the same time: there are no more of them than multiprocessors, and
+the launch is a cooperative one. Where that cannot be (Triton's interpreter), each phase is a launch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .._jit import INTERPRETING, jit, power, precision, tl
+from .._launch import Buffer, cdiv, launch, workspace
+
+STRIP = 16  # centroids that a program moves at once
+
+
+@jit
+def meet(BARRIER, lead, target):
+    """Wait until ``target`` programs of this head have come by; what they wrote before is seen after."""
+    tl.debug_barrier()
+    seen = tl.atomic_add(BARRIER + lead, 1, sem="acq_rel", scope="gpu") + 1
+    while seen < target:
+        seen = tl.atomic_add(BARRIER + lead, 0, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+
+
+@jit
+def sample_rows(
+    X, AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth,
+    HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr,
+):  # fmt: skip
+    """The rows of the sample at ``at``, and which of them are real."""
+    real, row = at < stop, at.to(tl.int64)
+    if HAS_AT:
+        row = tl.load(AT + (lead // heads) * stb + (lead % heads) * sth + at, mask=real, other=-1)
+        real = row >= 0
+    if HAS_VALID:
+        real = real & (tl.load(VALID + lead * n + row, mask=real, other=0) != 0)
+    x = tl.load(
+        X + (lead // heads) * sxb + (lead % heads) * sxh + row[:, None] * sxn + dims[None, :],
+        mask=real[:, None] & (dims < d)[None, :], other=0.0,
+    )  # fmt: skip
+    return x, real
+
+
+@jit
+def _best(x, W, OFFSET, lead, c, d, dims, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
+    """The nearest centroid of each row; ties go to the lowest."""
+    best, label = tl.full((BN,), float("-inf"), tl.float32), tl.zeros((BN,), tl.int32)
+    for first in range(0, c, BC):
+        which = first + tl.arange(0, BC)
+        w = tl.load(
+            W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which < c)[:, None] & (dims < d)[None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        offset = tl.load(OFFSET + lead * c + which, mask=which < c, other=float("-inf"), cache_modifier=".cg")
+        scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
+        highest, index = tl.max(scores, axis=1, return_indices=True)
+        label = tl.where(highest > best, index + first, label)
+        best = tl.maximum(best, highest)
+    return label
+
+
+@jit
+def seen_by(CENTROIDS, FORM, lead, which, dims, c, d, STRIP: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr):
+    """Centroids that lie in memory, as the metric sees them: c S."""
+    seen = tl.zeros((STRIP, BD), tl.float32)
+    for first in range(0, d, BK):
+        along = first + tl.arange(0, BK)
+        piece = tl.load(
+            CENTROIDS + (lead * c + which[:, None]) * d + along[None, :],
+            mask=(which < c)[:, None] & (along < d)[None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        form = tl.load(
+            FORM + (lead * d + along[:, None]) * d + dims[None, :], mask=(along < d)[:, None] & (dims < d)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        seen = tl.dot(piece, form, seen, input_precision="tf32x3")  # as good as fp32, on tensor cores
+    return seen
+
+
+@jit
+def train_kernel(
+    X, START_AT, TRAIN_AT, VALID, FORM, ORIGIN, CENTROIDS, W, OFFSET, LABELS, SUMS, COUNTS, BARRIER,
+    n, d, c, rows, heads, programs, stretch, share, begin, end, sxb, sxh, sxn, sab, sah, stb, sth,
+    HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Phases begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
+    mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BD)
+    origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
+    first_row = mine * stretch
+    stop = min(rows, first_row + stretch)
+    out = (lead * programs + mine) * c
+    for phase in range(begin, end):
+        if phase % 2 == 0:
+            if ONE_BLOCK:
+                which = tl.arange(0, BC)
+                total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
+                for start in range(first_row, stop, BN):
+                    at = start + tl.arange(0, BN)
+                    x, real = sample_rows(
+                        X, TRAIN_AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth,
+                        HAS_AT, HAS_VALID,
+                    )  # fmt: skip
+                    moved = x
+                    if not SIGNS:
+                        moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
+                    label = tl.where(real, _best(moved, W, OFFSET, lead, c, d, dims, BN, BC, PRECISION), -1)
+                    chosen = which[:, None] == label[None, :]
+                    total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
+                    count += tl.sum(chosen.to(tl.float32), 1)
+                place = out + which
+                tl.store(
+                    SUMS + place[:, None] * d + dims[None, :], total, mask=(which < c)[:, None] & (dims < d)[None, :]
+                )
+                tl.store(COUNTS + place, count, mask=which < c)
+            else:
+                for start in range(first_row, stop, BN):
+                    at = start + tl.arange(0, BN)
+                    x, real = sample_rows(
+                        X, TRAIN_AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth,
+                        HAS_AT, HAS_VALID,
+                    )  # fmt: skip
+                    if not SIGNS:
+                        x = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
+                    label = tl.where(real, _best(x, W, OFFSET, lead, c, d, dims, BN, BC, PRECISION), -1)
+                    tl.store(LABELS + lead * rows + at, label, mask=at < stop)
+                tl.debug_barrier()
+                for first in range(0, c, BC):
+                    which = first + tl.arange(0, BC)
+                    total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
+                    for start in range(first_row, stop, BN):
+                        at = start + tl.arange(0, BN)
+                        x, real = sample_rows(
+                            X, TRAIN_AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth, HAS_AT,
+                            HAS_VALID,
+                        )  # fmt: skip
+                        label = tl.load(LABELS + lead * rows + at, mask=at < stop, other=-1)
+                        chosen = which[:, None] == label[None, :]
+                        total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
+                        count += tl.sum(chosen.to(tl.float32), 1)
+                    place = out + which
+                    tl.store(
+                        SUMS + place[:, None] * d + dims[None, :], total,
+                        mask=(which < c)[:, None] & (dims < d)[None, :],
+                    )  # fmt: skip
+                    tl.store(COUNTS + place, count, mask=which < c)
+        else:
+            for first in range(mine * share, min(c, (mine + 1) * share), STRIP):
+                which = first + tl.arange(0, STRIP)
+                here, mask = which < c, (which < c)[:, None] & (dims < d)[None, :]
+                total, count = tl.zeros((STRIP, BD), tl.float32), tl.zeros((STRIP,), tl.float32)
+                for start in range(0, programs, BS):
+                    part = start + tl.arange(0, BS)
+                    row = (lead * programs + part[None, :]) * c + which[:, None]
+                    there = (part < programs)[None, :] & here[:, None]
+                    total += tl.sum(
+                        tl.load(
+                            SUMS + row[:, :, None] * d + dims[None, None, :],
+                            mask=there[:, :, None] & (dims < d)[None, None, :], other=0.0, cache_modifier=".cg",
+                        ), 1,
+                    )  # fmt: skip
+                    count += tl.sum(tl.load(COUNTS + row, mask=there, other=0.0, cache_modifier=".cg"), 1)
+                place = (lead * c + which[:, None]) * d + dims[None, :]
+                centroid = tl.load(CENTROIDS + place, mask=mask, other=0.0)
+                if SIGNS:
+                    mean = tl.where(total > 0, 1.0, -1.0)
+                else:
+                    mean = total / tl.maximum(count, 1.0)[:, None] - origin[None, :]
+                centroid = tl.where((count > 0)[:, None] & mask, mean, centroid)  # an empty cluster keeps its place
+                tl.store(CENTROIDS + place, centroid, mask=mask)
+                seen = centroid
+                if HAS_FORM:
+                    tl.debug_barrier()
+                    seen = seen_by(CENTROIDS, FORM, lead, which, dims, c, d, STRIP, BD, BK)
+                offset = tl.zeros((STRIP,), tl.float32)
+                if not SIGNS:
+                    offset = -0.5 * tl.sum(centroid * seen, axis=1)
+                starts = START_AT + (lead // heads) * sab + (lead % heads) * sah
+                alive = tl.load(starts + which, mask=here, other=-1) >= 0
+                tl.store(W + place, seen.to(W.dtype.element_ty), mask=mask)
+                tl.store(OFFSET + lead * c + which, tl.where(alive, offset, float("-inf")), mask=here)
+        if phase + 1 < end:
+            meet(BARRIER, lead, programs * (phase - begin + 1))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs surely run at the same time. The interpreter runs one after another: any number will do."""
+    return 6 if INTERPRETING else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def together(programs: int, lead: int, device: torch.device) -> int:
+    """How many programs may share a head, when all of all heads must run at the same time."""
+    return max(1, min(programs, multiprocessors(device) // max(lead, 1)))
+
+
+def train(
+    points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
+    signs: bool,
+) -> None:  # fmt: skip
+    """``updates`` rounds over the points (b h n d) at train_at (b h s), or over all valid (lead n) ones: the centroids
+    (lead c d), their side w of the product and their offset (lead c) move in place. barrier (lead): zeros."""
+    (b, h, n, d), c, device = points.shape, start_at.shape[2], points.device
+    lead = b * h
+    rows = n if train_at is None else train_at.shape[2]
+    wide, half = power(d), points.element_size() == 2
+    tile = (128 if half else 64) if wide <= 64 else 64 if wide <= 128 else 32
+    block = min(power(c), max(16, (4096 if half else 2048) // wide))  # more would not stay in registers
+    programs = together(cdiv(rows, tile), lead, device)
+    stretch = cdiv(cdiv(rows, programs), tile) * tile
+    programs = cdiv(rows, stretch)
+    share = cdiv(cdiv(c, programs), STRIP) * STRIP
+    one = c <= block
+    labels, sums, counts = workspace(
+        device, ((lead, 1 if one else rows), torch.int32), ((lead, programs, c, d), torch.float32),
+        ((lead, programs, c), torch.float32),
+    )  # fmt: skip
+    tensors = (
+        points, start_at, train_at if train_at is not None else start_at, points if valid is None else valid,
+        points if form is None else form, origin, centroids, w, offset, labels, sums, counts, barrier,
+    )  # fmt: skip
+    train_strides = (0, 0) if train_at is None else train_at.stride()[:2]
+    strides = (*points.stride()[:3], *start_at.stride()[:2], *train_strides)
+    phases = 2 * updates
+    spans = [(phase, phase + 1) for phase in range(phases)] if INTERPRETING else [(0, phases)]
+    for begin, end in spans:
+        launch(
+            train_kernel, (programs, lead), tensors,
+            (n, d, c, rows, h, programs, stretch, share, begin, end, *strides),
+            HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, HAS_FORM=form is not None,
+            SIGNS=signs, ONE_BLOCK=one, BN=tile, BC=block, BS=min(4, power(programs, least=1)), BD=wide,
+            BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=8, num_stages=1,
+            launch_cooperative_grid=programs > 1,
+        )  # fmt: skip
+
+
+def move(
+    points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Buffer, w: Tensor,
+    offset: Tensor, barrier: Tensor | Buffer, sums: Tensor, counts: Tensor, signs: bool,
+) -> None:  # fmt: skip
+    """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) of others."""
+    (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
+    tensors = (
+        points, start_at, start_at, points, points if form is None else form, origin, centroids, w, offset, barrier,
+        sums, counts, barrier,
+    )  # fmt: skip
+    strides = (*points.stride()[:3], *start_at.stride()[:2], 0, 0)
+    launch(
+        train_kernel, (cdiv(c, STRIP), b * h), tensors, (n, d, c, n, h, splits, n, STRIP, 1, 2, *strides),
+        HAS_AT=False, HAS_VALID=False, HAS_FORM=form is not None, SIGNS=signs, ONE_BLOCK=True, BN=16, BC=16,
+        BS=min(4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points),
+        num_warps=4, num_stages=1,
+    )  # fmt: skip

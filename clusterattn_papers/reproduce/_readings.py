@@ -1,0 +1,47 @@
+"""ClusterFormer as its paper can be read. Every reading has a label, and under it rows of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterattn.methods import ClusterFormer
+
+PAPERS = "clusterformer"  # the paper's own name for what it shows; and the label of this project's first reading
+# All that a reading depends on is written out, so that rows stay true whatever becomes of the defaults.
+_FIRST: dict[str, Any] = {
+    "scope": "shared", "similarity": "cosine", "sharpness": 1.0, "assign": "share", "compare": "updated",
+    "spread": False, "trains": "all", "affinity": 0.0, "straight": False, "mu": 0.1, "nu": 0.1, "balance": 0.0,
+    "fade": 0, "pass_on": True,
+}  # fmt: skip
+_HEAD = _FIRST | {"scope": "head", "trains": "centroids"}
+READINGS: dict[str, dict[str, Any]] = {
+    PAPERS: _FIRST,
+    "clusterformer-head": _HEAD,
+    "clusterformer-off": _HEAD | {"mu": 0.0, "nu": 0.0},
+    "clusterformer-task": _HEAD | {"affinity": 8.0, "sharpness": 5.0},
+}
+CHOSEN = "clusterformer-head"
+NEW = tuple(label for label in READINGS if label != PAPERS)
+SAYS = {
+    PAPERS: "ClusterFormer, one grouping for all heads",
+    "clusterformer-head": "ClusterFormer, a grouping for each head",
+    "clusterformer-off": "ClusterFormer, the same without L1 and L2",
+    "clusterformer-task": "ClusterFormer, a grouping for each head that the task trains too (ours)",
+}
+READINGS_NOTE = (
+    "ClusterFormer is read in several ways, each with rows of its own: one grouping for all heads, with losses whose "
+    "gradient reaches all of the model (the first reading, which collapses); one for each head, with losses that train "
+    "the centroids alone (the one chosen); the same without losses; and one for each head that the task trains too, by "
+    "an affinity of 8 on the logits, which is not in the paper. Cosine similarities; the losses' weights, of which the "
+    "paper says nothing, are mu = nu = 0.1."
+)
+
+
+def reading(label: str, clusters: int | None = None) -> str:
+    """The method of a label, as text."""
+    return str(ClusterFormer(clusters=clusters, **READINGS[label]))
+
+
+def in_paper(label: str) -> str:
+    """The row of the paper's table that a label's rows stand beside."""
+    return PAPERS if label in READINGS else label

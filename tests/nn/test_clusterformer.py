@@ -1,0 +1,371 @@
+"""ClusterFormer's readings: the scope of a grouping, its losses, a signal from the task, and what shows a collapse."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import laws
+import pytest
+import torch
+from laws import close, draw, padded, same_bits
+from torch import Tensor
+
+import clusterattn as ca
+from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
+
+DIM, HEADS, N = 12, 3, 20
+FIRST = {"scope": "shared", "trains": "all"}  # the first reading of this project
+
+
+def tokens(seed: int = 0, b: int = 2) -> Tensor:
+    return torch.randn(b, N, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def encoder(layers: int = 2, clusters: int = 4, **options: Any) -> ClusterFormerEncoder:
+    torch.manual_seed(3)
+    return ClusterFormerEncoder(DIM, HEADS, layers, clusters, **{"dropout": 0.0, **options})
+
+
+# ---- scope ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("similarity", ["inner", "cosine"])
+@pytest.mark.parametrize("mask", ["all", *laws.PADDINGS])
+def test_with_scope_head_every_head_is_a_shared_grouping_of_its_own(mask: str, similarity: str) -> None:
+    x = draw(n=22, m=22)
+    x = x if mask == "all" else padded(x, mask)
+    g = torch.Generator().manual_seed(8)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
+    start = torch.randn(5, 12, generator=g, dtype=torch.float64).requires_grad_()
+    method = ca.ClusterFormer(clusters=5, similarity=similarity, balance=1.0, trains="all")
+    shared = dataclasses.replace(method, scope="shared")
+    out, state = x.attend(method, points=points, state=start, return_state=True)
+    names = ("clustering_loss", "sorting_loss", "balance_loss")
+    losses: dict[str, list[Tensor]] = {name: [] for name in names}
+    for head in range(4):
+        mine = {"points": points[..., 3 * head : 3 * head + 3], "state": start[:, 3 * head : 3 * head + 3]}
+        alone, own = x.attend(shared, **mine, return_state=True)
+        close(out[:, head], alone[:, head])
+        close(state.centroids[..., 3 * head : 3 * head + 3], own.centroids)
+        assert torch.equal(state.labels[:, head], own.labels[:, 0])
+        for name in names:
+            losses[name].append(getattr(own, name))
+    for name in names:
+        together, apart = getattr(state, name), torch.stack(losses[name]).mean()
+        close(together, apart)
+        close(*(torch.autograd.grad(loss, (points, start), retain_graph=True) for loss in (together, apart)))
+
+
+def test_points_that_cannot_be_cut_into_heads_are_refused() -> None:
+    x = draw(n=22, m=22)
+    with pytest.raises(ValueError, match=r"cut into 4 heads.*shared"):
+        x.attend(ca.ClusterFormer(clusters=3), points=torch.zeros(2, 22, 7, dtype=torch.float64))
+
+
+def test_padded_points_change_nothing_whatever_they_hold() -> None:
+    x = padded(draw(n=22, m=22), "right")
+    points = torch.randn(2, 22, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    bad = torch.where(x.key_mask.unsqueeze(-1), points, float("nan"))
+    method, start = ca.ClusterFormer(clusters=3), torch.eye(3, 12, dtype=torch.float64)
+    one, other = (x.attend(method, points=each, state=start, return_state=True) for each in (points, bad))
+    for name in ("centroids", "clustering_loss", "sorting_loss"):
+        same_bits(getattr(one[1], name), getattr(other[1], name))
+    same_bits(one[0], other[0])
+
+
+# ---- nothing of a method's settings is dropped ------------------------------------------------------------------
+
+OTHER = {
+    "clusters": 3, "blocks": 3, "scope": "shared", "similarity": "inner", "sharpness": 5.0, "assign": "similarity",
+    "compare": "given", "spread": True, "trains": "all", "affinity": 2.0, "straight": True, "mu": 0.3, "nu": 0.0,
+    "balance": 0.2, "fade": 7, "pass_on": False,
+}  # fmt: skip
+
+
+def test_all_settings_are_tried() -> None:
+    assert OTHER.keys() == {field.name for field in dataclasses.fields(ca.ClusterFormer)}
+    plain = ca.ClusterFormer()
+    assert all(getattr(plain, name) != value for name, value in OTHER.items())
+
+
+def test_modules_keep_every_setting() -> None:
+    method = ca.ClusterFormer(**OTHER)
+    decoder = Decoder(DIM, HEADS, 2, method)
+    assert decoder.clustering == method
+    assert all(layer.attention.method == method for layer in decoder.layers)
+    assert all(layer.attention.method == method for layer in encoder(**OTHER).layers)
+    assert ca.method(str(method)) == method  # and the command line's words for it say them all
+
+
+@pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "spread", "affinity", "blocks"])
+def test_a_setting_changes_what_an_encoder_answers(name: str) -> None:
+    x = tokens()
+    assert not torch.allclose(encoder()(x)[0], encoder(**{name: OTHER[name]})(x)[0])
+
+
+# ---- losses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trains", "reached"), [("all", 3), ("map", 2), ("centroids", 1)])
+def test_trains_says_how_far_the_losses_reach(trains: str, reached: int) -> None:
+    model = encoder(layers=1, trains=trains)
+    x = tokens().requires_grad_()
+    _, losses = model(x)
+    wanted = (model.centroids, model.layers[0].cluster_proj.weight, x)
+    total = losses.clustering + losses.sorting
+    found = torch.autograd.grad(total, wanted, allow_unused=True)
+    moved = [each is not None and bool(each.abs().sum() > 0) for each in found]
+    assert moved == [True] * reached + [False] * (3 - reached)
+
+
+def test_without_gradients_no_losses_are_computed() -> None:
+    x = draw(n=22, m=22)
+    with torch.no_grad():
+        _, state = x.attend(ca.ClusterFormer(clusters=3, balance=1.0), return_state=True)
+        _, losses = encoder()(tokens())
+    assert state.clustering_loss is state.sorting_loss is state.balance_loss is None
+    assert all(float(each) == 0 for each in losses)
+
+
+def test_a_loss_without_weight_is_not_computed() -> None:
+    x = draw(n=22, m=22)
+    _, state = x.attend(ca.ClusterFormer(clusters=3, mu=0.0), return_state=True)
+    assert state.clustering_loss is None
+    assert state.sorting_loss is not None
+
+
+def test_losses_may_compare_with_the_given_centroids() -> None:
+    x = draw(n=22, m=22)
+    g = torch.Generator().manual_seed(2)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64)
+    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
+    method = ca.ClusterFormer(clusters=3, scope="shared", similarity="inner", compare="given", assign="similarity")
+    _, state = x.attend(method, points=points, state=start, return_state=True)
+    close(state.clustering_loss, -(points @ start.T).amax(-1).mean())
+    close(state.sorting_loss, -(start * start.roll(1, 0)).sum(-1).mean())
+
+
+def test_balance_is_zero_for_even_clusters_and_log_c_for_one() -> None:
+    x = draw(n=22, m=22)
+    method = ca.ClusterFormer(clusters=2, scope="shared", assign="similarity", sharpness=200.0, balance=1.0)
+    start = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    even = torch.cat([start[:1].expand(11, 2), start[1:].expand(11, 2)]).expand(2, 22, 2)
+    for points, wanted in ((even, 0.0), (start[0].expand(2, 22, 2), torch.tensor(2.0).log().item())):
+        _, state = x.attend(method, points=points, state=start, return_state=True)
+        assert abs(float(state.balance_loss) - wanted) < 1e-6
+
+
+def test_spread_points_tell_apart_what_differs_little() -> None:
+    """An offset that all tokens share hides the rest from the cosine; spread points know nothing of it."""
+    x = draw(n=22, m=22)
+    points = torch.randn(2, 22, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    start = torch.randn(3, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    method = ca.ClusterFormer(clusters=3, spread=True)
+    one, other = (x.attend(method, points=each, state=start) for each in (points, 1e-2 * points + 5.0))
+    assert float((one - other).abs().max()) < 0.1 * float(one.abs().max())
+    plain = dataclasses.replace(method, spread=False)
+    one, other = (x.attend(plain, points=each, state=start) for each in (points, 1e-2 * points + 5.0))
+    assert float((one - other).abs().max()) > 0.1 * float(one.abs().max())
+
+
+def test_weights_fade() -> None:
+    model = encoder(layers=1, fade=4, nu=0.0)
+    added = []
+    for _ in range(6):
+        _, losses = model(tokens())
+        added.append(float((model.joint_loss(torch.zeros(()), losses) / losses.clustering).detach()))
+    close(torch.tensor(added), 0.1 * torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0, 0.0]))
+    model.eval()
+    model(tokens())
+    assert float(model.updates) == 6  # evaluation is no update
+    assert "updates" in model.state_dict()
+    assert "updates" not in encoder().state_dict()
+
+
+def test_layers_may_train_centroids_of_their_own() -> None:
+    model = encoder(pass_on=False)
+    assert model.centroids.shape == (2, 4, DIM)
+    _, losses = model(tokens())
+    (grad,) = torch.autograd.grad(losses.clustering + losses.sorting, model.centroids)
+    assert all(float(each.abs().sum()) > 0 for each in grad)
+
+
+# ---- a signal from the task -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["head", "shared"])
+def test_straight_changes_no_answer_and_trains_the_grouping(scope: str) -> None:
+    plain, straight = (encoder(straight=each, scope=scope, trains="map", mu=0.0, nu=0.0) for each in (False, True))
+    one, other = (model(tokens())[0] for model in (plain, straight))
+    close(one, other)
+    other.sin().sum().backward()
+    assert float(straight.centroids.grad.abs().sum()) > 0
+    assert float(straight.layers[0].cluster_proj.weight.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("scope", "hk"), [("head", 4), ("head", 2), ("shared", 2)])
+def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, causal: bool) -> None:
+    """One block for all: exact attention whose logits have 3 A_i · A_j added."""
+    x = draw(n=22, m=22, h=4, hk=hk)
+    g = torch.Generator().manual_seed(6)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64)
+    start = torch.randn(2, 12, generator=g, dtype=torch.float64)
+    method = ca.ClusterFormer(clusters=2, blocks=2, scope=scope, similarity="inner", affinity=3.0)
+    out, lse = x.attend(method, points=points, state=start, causal=causal, return_lse=True)
+    parts = 4 if scope == "head" else 1
+    cut, centroids = points.unflatten(-1, (parts, -1)).transpose(1, 2), start.unflatten(-1, (parts, -1)).transpose(0, 1)
+    member = (centroids @ cut.mT).softmax(-1).log().softmax(2)  # U over tokens, then over centroids
+    k, v = (each.repeat_interleave(4 // hk, 1) for each in (x.k, x.v))
+    logits = x.q @ k.mT * x.q.shape[-1] ** -0.5 + 3 * member.mT @ member
+    if causal:
+        logits = logits.masked_fill(torch.ones(22, 22).triu(1).bool(), float("-inf"))
+    close((out, lse), (logits.softmax(-1) @ v, logits.logsumexp(-1)))
+
+
+@pytest.mark.parametrize(("trains", "reaches_tokens"), [("centroids", True), ("map", False), ("all", True)])
+def test_affinity_trains_the_grouping_whatever_the_losses_train(trains: str, reaches_tokens: bool) -> None:
+    model = encoder(layers=1, affinity=3.0, mu=0.0, nu=0.0, trains=trains)
+    x = tokens().requires_grad_()
+    points: list[Tensor] = []
+    model.layers[0].cluster_proj.register_forward_hook(lambda module, given, found: points.append(found))
+    out = model(x)[0]
+    out.sin().sum().backward(inputs=[model.centroids, model.layers[0].cluster_proj.weight], retain_graph=True)
+    assert float(model.centroids.grad.abs().sum()) > 0
+    assert float(model.layers[0].cluster_proj.weight.grad.abs().sum()) > 0
+    assert bool(torch.autograd.grad(points[0].sum(), x, allow_unused=True)[0] is not None) == reaches_tokens
+
+
+# ---- diagnosis --------------------------------------------------------------------------------------------------
+
+
+def test_watched_layers_tell_how_they_grouped() -> None:
+    model, kept = encoder(), torch.arange(N) < torch.tensor([[N], [11]])
+    with torch.no_grad(), watched(model) as seen:
+        model(tokens(), kept)
+    assert [each.layer for each in seen] == ["layers.0", "layers.1"]
+    points = model.layers[0].cluster_proj(model.layers[0].norm1(tokens()))
+    wanted = []
+    for row, many in ((0, N), (1, 11)):
+        for head in points[row, :many].unflatten(-1, (HEADS, -1)).unbind(1):
+            unit = torch.nn.functional.normalize(head, dim=-1)
+            wanted.append((unit @ unit.T)[~torch.eye(many, dtype=torch.bool)].mean())
+    assert abs(seen[0].points - float(torch.stack(wanted).mean().detach())) < 1e-4
+    assert 1 <= seen[0].used <= 4
+    assert 0.25 <= seen[0].largest <= 1
+    assert "cosine of points" in str(seen[0])
+    before = len(seen)
+    model(tokens())
+    assert len(seen) == before  # outside of the block nobody watches
+
+
+def test_decoders_are_watched_too() -> None:
+    decoder = Decoder(DIM, HEADS, 1, "clusterformer:clusters=3", dropout=0.0)
+    with watched(decoder) as seen:
+        decoder(tokens(), tokens(1))
+    assert [each.clusters for each in seen] == [3]
+
+
+def test_a_collapse_is_warned_of() -> None:
+    model = encoder()
+    with torch.no_grad(), watched(model) as seen:
+        model(tokens())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not warn_if_collapsed(seen)
+    gone = Grouping("layers.1", 4, 0.98, 0.99, 3.1, 0.5)
+    with pytest.warns(UserWarning, match=r"1 of 3 ClusterFormer layers has collapsed.*layers\.1.*0\.98"):
+        assert warn_if_collapsed([*seen, gone])
+
+
+def test_the_first_reading_collapses_and_the_watch_sees_it() -> None:
+    """L1 and L2 with gradient to everything make one vector of all points; the default does not reach the tokens."""
+    found = {}
+    for name, settings in (("first", FIRST), ("default", {})):
+        model = encoder(layers=1, mu=1.0, nu=1.0, **settings)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(60):
+            _, losses = model(tokens(step, b=8))
+            optimizer.zero_grad()
+            model.joint_loss(torch.zeros(()), losses).backward()
+            optimizer.step()
+        with torch.no_grad(), watched(model) as seen:
+            model(tokens(99, b=8))
+        found[name] = seen[0].points
+    assert found["first"] > 0.5
+    assert found["default"] < found["first"]
+
+
+def test_training_reports_its_groupings_and_warns_once() -> None:
+    from clusterattn_papers.tasks.copying import Copying
+    from clusterattn_papers.train import Settings, fit
+
+    task = Copying(7, examples=400, judged=16)
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "heads": 2, "layers": 1, "feedforward": 32, "dropout": 0.0}
+    model = task.model("clusterformer:clusters=3,trains=all,mu=5,nu=5", **sizes)
+    with pytest.warns(UserWarning, match="collapsed") as seen:
+        fitted = fit(task, model, Settings(steps=90, batch=8, lr=2e-2, optimizer="adamw", evaluate=30), device="cpu")
+    assert sum("collapsed" in str(each.message) for each in seen) == 1
+    groupings = [each["groupings"] for each in fitted.history]
+    assert groupings[-1]["points"][0] > 0.95
+    assert all(len(each["used"]) == len(each["largest"]) == len(each["centroids"]) == 1 for each in groupings)
+    plain = fit(task, task.model("exact", **sizes), Settings(steps=2, batch=8), device="cpu")
+    assert all("groupings" not in each for each in plain.history)
+
+
+def test_models_keep_every_setting() -> None:
+    from clusterattn_papers.models.tagger import Tagger
+    from clusterattn_papers.models.translator import Translator
+
+    method = ca.ClusterFormer(**OTHER)
+    tagger, translator = Tagger(5, 5, method, dim=12, heads=3, layers=2), Translator(9, str(method), dim=12, heads=3)
+    found = [layer.attention.method for stack in (tagger.stack.layers, translator.encoder.layers, translator.decoder)
+             for layer in stack.layers]  # fmt: skip
+    assert len(found) == 2 + 3 + 3
+    assert set(found) == {method}
+
+
+def test_rows_from_before_the_readings_are_still_shown() -> None:
+    """A reading is a cell with a name of its own: no configuration changed, and no row lost its cell."""
+    from pathlib import Path
+
+    from clusterattn_papers.reproduce import runner
+
+    results = Path(__file__).parents[2] / "results"
+    tables = [f"clusterformer-table{at}" for at in range(1, 6)]
+    for name in ("clustered-fig5", "clusterformer-fig3", "clusterformer-table7", *tables):
+        experiment = runner.named(name)
+        rows = runner.done_rows(experiment, "small", results)
+        named = {cell.name for cell in experiment.cells(experiment.scales["small"])}
+        assert rows, name
+        assert {row["cell"] for row in rows} <= named, name
+        assert any(row["cell"].startswith("clusterformer") or "clusterformer" in str(row.get("spec")) for row in rows)
+
+
+def test_the_first_reading_is_what_it_was() -> None:
+    """Its label means the same whatever the defaults become; others have labels of their own."""
+    from clusterattn_papers.reproduce._readings import CHOSEN, PAPERS, READINGS, reading
+
+    first = ca.method(reading(PAPERS, 3))
+    assert first == ca.ClusterFormer(
+        clusters=3, scope="shared", similarity="cosine", sharpness=1.0, trains="all", compare="updated", mu=0.1, nu=0.1
+    )
+    everything = {field.name for field in dataclasses.fields(ca.ClusterFormer)} - {"clusters", "blocks"}
+    assert all(settings.keys() == everything for settings in READINGS.values())
+    assert ca.method(reading(CHOSEN)) == ca.ClusterFormer()  # the one chosen is the default
+    assert len({reading(label) for label in READINGS}) == len(READINGS)
+
+
+def test_a_grouping_that_nothing_trains_keeps_no_graph() -> None:
+    x = draw(n=22, m=22).leaves()
+    start = torch.randn(3, 24, dtype=torch.float64).requires_grad_()
+    for method, learns in (
+        (ca.ClusterFormer(clusters=3, mu=0.0, nu=0.0), False),
+        (ca.ClusterFormer(clusters=3), True),
+        (ca.ClusterFormer(clusters=3, mu=0.0, nu=0.0, affinity=1.0), True),
+    ):
+        _, state = x.attend(method, state=start, return_state=True)
+        assert state.centroids.requires_grad == learns == method.learns

@@ -1,0 +1,114 @@
+"""k-means by kernels: the phases of training and of far-apart starts against the reference, whatever the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops.kmeans import kernels, reference
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def points(b: int, h: int, n: int, d: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(n + d)
+    centres = torch.randn(b, h, 12, d, generator=draw) * 3
+    which = torch.randint(12, (b, h, n), generator=draw)
+    near = centres.gather(2, which.unsqueeze(-1).expand(-1, -1, -1, d))
+    return (near + torch.randn(b, h, n, d, generator=draw) + 5).to(DEVICE, dtype)
+
+
+def metric(x: torch.Tensor) -> torch.Tensor:
+    b, h, n, d = x.shape
+    centred = x.float() - x.float().mean(2, keepdim=True)
+    return (centred.mT @ centred / n).view(b * h, d, d)
+
+
+def positions(b: int, h: int, n: int, many: int, holes: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(many)
+    at = torch.randperm(n, generator=draw)[:many].sort().values
+    at[many - holes :] = -1
+    return at.to(DEVICE).expand(b, h, many)
+
+
+# (n, d, clusters, sample): one block of clusters and several, one program and several, widths that are no power of two
+SIZES = [(150, 16, 7, None), (300, 20, 70, 200), (200, 64, 40, None), (180, 80, 9, 128)]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one-launch", "stages"])
+@pytest.mark.parametrize("kind", ["euclid", "keys", "signs"])
+@pytest.mark.parametrize(("n", "d", "c", "sample"), SIZES)
+def test_training_is_that_of_the_reference(
+    n: int, d: int, c: int, sample: int | None, kind: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "TOGETHER", 1 << 30 if together else 0)
+    x = points(1, 2, n, d)
+    if kind == "signs":
+        x = torch.where(x > 5, 1.0, -1.0)
+    form = metric(x) if kind == "keys" else None
+    start_at = positions(1, 2, n, c, holes=1)
+    train_at = None if sample is None else positions(1, 2, n, sample, holes=3)
+    valid = None if sample is not None else torch.arange(n, device=DEVICE).expand(2, n) < n - 11
+    settings = (x, valid, start_at, train_at, form, 2, kind == "signs")
+    got, again, wanted = kernels.kmeans(*settings), kernels.kmeans(*settings), reference.kmeans(*settings)
+    for mine, same, theirs in zip(got, again, wanted, strict=True):
+        assert torch.equal(mine, same), "the same inputs give the same bits"
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        finite = theirs.isfinite()
+        if mine.dim() == 3 and mine.shape[1] == c:  # where a cluster that never was stands is nobody's business
+            finite = finite & (start_at >= 0).flatten(0, 1).unsqueeze(-1)
+        close = (mine - theirs)[finite].abs() <= 2e-3 * theirs[finite].abs().max()
+        assert close.float().mean() > 0.97  # a point between two centroids may go either way
+
+
+@pytest.mark.parametrize("metric_of_keys", [False, True], ids=["euclid", "keys"])
+@pytest.mark.parametrize(
+    ("n", "d", "c", "pool"), [(90, 16, 7, 56), (400, 20, 45, 360), (60, 64, 1, 8), (40, 16, 30, 33)]
+)
+def test_far_starts_are_those_of_the_reference(n: int, d: int, c: int, pool: int, metric_of_keys: bool) -> None:
+    x = points(1, 2, n, d)
+    form = metric(x) if metric_of_keys else None
+    pool_at = positions(1, 2, n, pool, holes=4)
+    got, wanted = (side.farthest(x, pool_at, c, form, False) for side in (kernels, reference))
+    assert torch.equal(got, wanted)
+    for chosen in got.tolist():
+        there = [place for place in chosen if place >= 0]
+        assert len(set(there)) == len(there) >= min(c, 0.95 * (pool - 4))
+        assert set(there) <= set(pool_at[0, 0].tolist())
+
+
+def test_far_starts_lie_farther_apart_than_random_ones() -> None:
+    x = points(1, 2, 512, 16)
+    pool_at = positions(1, 2, 512, 200)
+    chosen = reference.farthest(x, pool_at, 25, None, False)
+
+    def reach(at: torch.Tensor) -> torch.Tensor:
+        """How far the pool's points are from the nearest chosen one, at most."""
+        pool, starts = (reference.rows_at(x, which.view(1, 2, -1)).flatten(0, 1) for which in (pool_at, at))
+        return torch.cdist(pool, starts).amin(-1).amax(-1)
+
+    assert (reach(chosen) < 0.8 * reach(pool_at[:, :, ::8])).all()
+
+
+def test_growth_ends_where_it_should() -> None:
+    for c in (1, 2, 3, 7, 100, 1000):
+        sizes = reference.growth(c)
+        assert sizes[0] == 0
+        assert sizes[-1] < c <= sizes[-1] + max(1, sizes[-1] // 2)
+    assert len(reference.growth(2048)) < 25
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one-launch", "stages"])
+def test_lloyd_from_given_centroids(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TOGETHER", 1 << 30 if together else 0)
+    x = points(2, 1, 140, 20)
+    valid = torch.arange(140, device=DEVICE).expand(2, 140) < torch.tensor([[140], [99]], device=DEVICE)
+    centroids, alive = x[:, 0, :9].clone(), torch.arange(9, device=DEVICE).expand(2, 9) < 8
+    settings = (x, valid, None, centroids, alive, None, 2, False)
+    got, wanted = kernels.lloyd(*settings), reference.lloyd(*settings)
+    close = (got - wanted)[:, :8].abs() <= 2e-3 * wanted.abs().max()
+    assert close.float().mean() > 0.97
+    assert torch.equal(got[:, 8], centroids[:, 8]), "who never lived stays where it was"
