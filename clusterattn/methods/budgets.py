@@ -77,6 +77,7 @@ USUAL_CAUSAL = {
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
 CROSS_TOP, CROSS_PARTS = 4, 2
+CROSS_QUERIES = 8  # keys for each query up to which a call is as long as its keys are many
 
 
 def step(length: int) -> int:
@@ -141,7 +142,8 @@ def _filled(method: Refined, at: Shape) -> Refined:
 
 def usual(at: Shape) -> list[Rung]:
     """The sizes where no budget is named; before them the same with fewer parts, for keys that few queries share."""
-    length = max(min(at.n, at.m), 1)
+    # Clusters are paid for by every key: few queries are worth fewer, unless they are not so few.
+    length = at.m if at.m <= CROSS_QUERIES * at.n else max(min(at.n, at.m), 1)
     table = USUAL_CAUSAL if at.causal else USUAL_SHORT if at.m < DIFFUSE else USUAL_LONG
     rung = _rung(table[max(each for each in table if each <= length)], at)
     return [{**rung, "parts": max(rung["parts"] >> less, 1)} for less in (4, 3, 2, 1, 0)]
