@@ -77,6 +77,7 @@ USUAL_CAUSAL = {
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
 CROSS_TOP, CROSS_PARTS = 4, 2
+CROSS_QUERIES = 8  # keys for each query up to which a call is as long as its keys are many
 
 
 def step(length: int) -> int:
@@ -155,8 +156,9 @@ def _is_sensible(method: Refined, at: Shape) -> bool:
 
 def usual(at: Shape) -> Rung:
     """The sizes where no budget is named."""
+    # Clusters are paid for by every key: few queries are worth fewer, unless they are not so few.
+    length = at.m if at.m <= CROSS_QUERIES * at.n else min(at.n, at.m)
     table = USUAL_CAUSAL if at.causal else USUAL_SHORT if at.m < DIFFUSE else USUAL_LONG
-    length = min(4 * at.n, at.m) if table is USUAL_LONG else min(at.n, at.m)
     return _rung(table[max(each for each in table if each <= max(length, 1))], at)
 
 
