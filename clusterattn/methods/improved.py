@@ -57,7 +57,9 @@ class Improved(Clustered):
     @property
     def causality(self) -> str:  # type: ignore[override]
         """Parts are made of all keys, later ones among them: they serve no causal call."""
-        return super().causality if self.parts is None or self.parts == 1 else "no"
+        if self.parts is not None and self.parts != 1:
+            return "no"
+        return "strict" if self.centroids_from == "past" else "value"
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         clusters, _ = super().group(q, k, call)
