@@ -172,7 +172,7 @@ def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
     """As a whole row and by groups: every chosen key scores at least as high as every other, within rounding."""
     draw = torch.Generator().manual_seed(m)
     c, k = (torch.randn(1, 2, n, 16, generator=draw).to(DEVICE, dtype) for n in (3, m))
-    near_at = torch.ops.clusterattn.coarse(c, k, k, None, 0.25, top, False, 0, 0, 0, True)[4]
+    near_at = torch.ops.clusterattn.coarse(c, k, k, None, None, None, 0.25, top, False, 0, 0, 0, 1, "triton")[4]
     scores = (c.double() @ k.double().mT) * 0.25
     assert near_at.shape == (1, 2, 3, top)
     assert torch.equal(near_at, near_at.unique_consecutive(dim=-1).sort(-1).values)  # all of them, each once
