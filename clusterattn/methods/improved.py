@@ -94,7 +94,8 @@ class Improved(Clustered):
     def _shares(self, groups: Clusters, per: int) -> Tensor:
         """Each cluster's share of the queries, of its own block in a causal call."""
         counts = groups.counts.to(wide(groups.means).dtype)
-        by_block = counts.view(*counts.shape[:2], -1, per or counts.shape[-1])
+        per = per or counts.shape[-1]
+        by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
         few = by_block[..., :SLOPE_CLUSTERS]
         few = few / few.sum(-1, keepdim=True).clamp(min=1)
         return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
