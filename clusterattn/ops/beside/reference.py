@@ -40,5 +40,5 @@ def beside(
     shrink = _spread(wide(rows_at(v, keys_at)) - value_centre, keys_at)
     # the centre is taken off before the product is rounded
     offset = -(key_centre.to(k.dtype) @ view).flatten(0, 1)
-    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, -1)
+    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, view.shape[-1])
     return torch.cat([seen, (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)], -1)
