@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Union
 
-from .._errors import bad_type, bad_value
+from .._errors import asked, bad_type, bad_value, meant
 from .._types import Method
 from .clustered import Clustered
 from .clusterformer import ClusterFormer, ClusterFormerState
@@ -52,7 +52,8 @@ def _what(spec: object) -> str:
 def _named(name: str) -> type[Method]:
     found = METHODS.get(name.lower().replace("-", "_"))
     if found is None:
-        raise bad_value(f"a method: one of {', '.join(METHODS)}", repr(name), 'method="refined"')
+        near = meant(name, METHODS) or "refined"
+        raise bad_value(f"a method: one of {', '.join(METHODS)}", asked(name, METHODS), f'method="{near}"')
     return found
 
 
