@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .._errors import bad_value
 from . import budgets
+from .budgets import SIZES
 from .improved import Improved
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SIZES = ("clusters", "top", "parts", "slope", "steps")
 
 
 @dataclass(frozen=True, kw_only=True)

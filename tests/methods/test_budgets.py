@@ -141,6 +141,31 @@ def test_causal_blocks_grow_so_that_the_whole_grows_like_n_to_the_one_and_a_half
         assert fixed.cost(1 << 20, 1 << 20, 64, 64, causal=True) > 5 * long
 
 
+# ---- keys grouped once ---------------------------------------------------------------------------
+
+
+def test_parts_of_the_keys_serve_other_queries() -> None:
+    """A table's rows under many questions: the keys are grouped once."""
+    method = ca.Refined(clusters=5, top=4, parts=6, slope=True, steps=2)
+    x, other = draw(n=29, m=40), draw(n=33, m=40, seed=3)
+    parts = x.groups(method).parts
+    later = dataclasses.replace(other, k=x.k, v=x.v).leaves()
+    out = ca.attention(*later.tensors, method=method, groups=parts)
+    out.sum().backward()
+    groups = dataclasses.replace(later.groups(method), parts=parts)
+    laws.close(out, ca.attention(*later.tensors, method=method, groups=groups))
+    laws.same_bits(x.attend(method, groups=parts), x.attend(method))
+    for wrong, words in (
+        (dataclasses.replace(method, parts=5), r"wanted as many parts .* got 6 parts for Refined with 5"),
+        (dataclasses.replace(method, parts=1), r"wanted as many parts"),
+        (ca.Exact(), r"wanted as many parts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ca.attention(*later.tensors, method=wrong, groups=parts)
+    with pytest.raises(ValueError, match=r"wanted parts of keys"):
+        draw(n=33, m=41).attend(method, groups=parts)
+
+
 # ---- the accountant ------------------------------------------------------------------------------
 
 
