@@ -96,7 +96,7 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
 
 
 def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .report import human_bytes, human_ratio, human_seconds
+    from .words import human_bytes, human_ratio, human_seconds
 
     rich = console()
     lengths = sorted({row["n"] for row in rows})
