@@ -102,9 +102,11 @@ def show_experiments(found: Mapping[str, Experiment]) -> None:
 
 
 def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .reproduce.page import config_of, differences
+    from .reproduce.page import cautions, config_of, differences
 
     rich, config = console(), config_of(experiment, scale)
+    for line in cautions(experiment, scale, rows):
+        rich.print(f"[yellow]{literal(line)}[/]", highlight=False)
     for each in experiment.tables(rows, config):
         table = _titled(each.title)
         for at, title in enumerate(each.columns):
