@@ -18,8 +18,8 @@ from pathlib import Path
 
 from clusterattn._files import write_whole
 from clusterattn.measure import Row, read
-from clusterattn.measure.report import human_bytes, human_error, human_ratio
 from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
+from clusterattn.measure.words import human_bytes, human_error, human_ratio
 from clusterattn_papers.reproduce import Experiment, experiments
 from clusterattn_papers.reproduce.page import best_scale, config_of, markdown, unfinished, where
 from clusterattn_papers.reproduce.page import write as write_page

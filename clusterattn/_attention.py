@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,9 @@ def attention(
 
     method       a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
                  Refined elsewhere
-    key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real
+    key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real, 0 to m. Checked
+                 on the CPU alone: elsewhere looking would wait for the device, and a length below 0 acts as 0, one
+                 beyond m as m
     query_mask   bool (b n), True = a real query; others answer 0
     causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
     scale        of the logits, 1/sqrt(d) by default
@@ -151,6 +154,13 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise bad_type(f"{name} a torch.Tensor", type(x).__name__, f"torch.as_tensor({name})")
+        if x.is_nested or x.layout != torch.strided:
+            kind = "a nested tensor" if x.is_nested else f"one of layout {x.layout}"
+            advice = "torch.nested.to_padded_tensor(x, 0.0) with key_lengths=" if x.is_nested else f"{name}.to_dense()"
+            raise bad_type(f"{name} a dense tensor", kind, advice)
+        if x.is_meta and not torch.compiler.is_compiling():
+            advice = "a real device, torch.export, or a FakeTensorMode for shapes alone"
+            raise bad_type(f"{name} with numbers in it", "a tensor on the device meta", advice)
         if x.dim() != 4:
             shape = "(b h n d)" if name == "q" else f"(b hk m {'d' if name == 'k' else 'e'})"
             raise bad_value(
@@ -225,6 +235,7 @@ def _call(
         if key_mask is not None:
             raise bad_value("key_mask or key_lengths", "both", "one of them")
         _check_row("key_lengths", key_lengths, (b,), q.device, whole=True)
+        _check_lengths(key_lengths, m)
         key_mask = torch.arange(m, device=q.device) < key_lengths.unsqueeze(-1)
     if key_mask is not None:
         _check_row("key_mask", key_mask, (b, m), q.device)
@@ -235,6 +246,8 @@ def _call(
             raise bad_type("generator a torch.Generator", type(generator).__name__, "seed= for a number")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     _check_seed(seed, q.device)
+    if scale is not None and not abs(scale) < math.inf:  # NaN is not, either
+        raise bad_value("scale a finite number", f"scale={scale}", "leaving it out: 1/sqrt(d)")
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))
@@ -252,6 +265,16 @@ def _check_seed(seed: object, device: torch.device) -> None:
             raise bad_value(wanted, got, "torch.tensor(0, device=q.device)")
     elif not isinstance(seed, (int, torch.SymInt)) or isinstance(seed, bool) or seed < 0:
         raise bad_value("seed a whole number >= 0", repr(seed), "seed=0")
+
+
+def _check_lengths(lengths: Tensor, m: int) -> None:
+    """From 0 to m, where that can be seen at once: a GPU, or a graph in the making, is not waited for."""
+    if lengths.device.type != "cpu" or type(lengths) is not Tensor or torch.compiler.is_compiling() or not len(lengths):
+        return
+    least, most = (int(x) for x in lengths.aminmax())
+    if least < 0 or most > m:
+        wanted = f"key_lengths from 0 to the {m} keys there are"
+        raise bad_value(wanted, f"{least if least < 0 else most}", f"key_lengths.clamp(0, {m}), or the right ones")
 
 
 def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.device, whole: bool = False) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def complaint(wanted: str, got: str, advice: str) -> str:
     return f"wanted {wanted}; got {got}; try {advice}"
@@ -25,3 +28,14 @@ def check_whole(owner: str, **counts: int) -> None:
 def check_choice(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise bad_value(f"{owner}({name}=one of {', '.join(choices)})", f"{name}={value!r}", f"{name}={choices[0]!r}")
+
+
+def meant(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that a misspelt word comes closest to; None when it is like none of them."""
+    return next(iter(difflib.get_close_matches(word.lower(), list(choices), n=1)), None)
+
+
+def asked(word: str, choices: Iterable[str]) -> str:
+    """A strange word as an error shows it: with the one that was probably meant."""
+    near = meant(word, choices)
+    return word if near is None else f"{word} (did you mean {near}?)"

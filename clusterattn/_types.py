@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Union
 import torch
 from torch import Tensor
 
-from ._errors import bad_value
+from ._errors import asked, bad_value, meant
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -171,10 +171,11 @@ class Method:
         given = {name: value for name, value in settings.items() if name != "method"}
         strange = [name for name in given if name not in fields]
         if strange:
+            near = [f"{found}=…" for name in strange if (found := meant(name, fields))]
             raise bad_value(
                 f"settings of {cls.__name__}: {', '.join(sorted(fields)) or 'none'}",
-                ", ".join(strange),
-                "removing them",
+                ", ".join(asked(name, fields) for name in strange),
+                ", ".join(near) or "removing them",
             )
         return cls(**given)
 

@@ -14,11 +14,15 @@ from clusterattn.cli.arguments import command_line, device_of, need_now, plainly
 from clusterattn.measure.show import progress
 from clusterattn.methods import method as method_of
 
-from .show import show_experiments, show_reproduced, show_trained
+from .show import Run, show_examples, show_experiments, show_reproduced, show_trained
 
 if TYPE_CHECKING:
-    from .train import Settings
+    from clusterattn.methods import Method
 
+    from .tasks import Task
+    from .train import Fitted, Settings
+
+BASELINE = "baseline"  # the folder, in that of the model, of the same with exact attention
 Device = Annotated[str, typer.Option(help="cpu or cuda; by default cuda where there is one.", show_default=False)]
 
 
@@ -61,6 +65,9 @@ def train(
     precision: Annotated[str, typer.Option(help="no (fp32), bf16 or fp16.")] = "no",
     seed: Annotated[int, typer.Option(help="Of splits, order, dropout and draws.")] = 0,
     device: Device = "",
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Train the same model with exact attention, too, and show both.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON and nothing else.")] = False,
 ) -> None:
     """Train a model with any attention on your own data: a model folder, its figures, a learning curve.
@@ -75,7 +82,7 @@ def train(
 
       clusterattn train classify --data reports.jsonl --length 8192 --method refined:clusters=64 --batch 8
 
-      clusterattn train pairs --data questions.tsv --method smyrf:rounds=2 --out matcher
+      clusterattn train pairs --data questions.tsv --method smyrf:rounds=2 --out matcher --baseline
 
     [bold]Then, in Python[/]
 
@@ -86,7 +93,7 @@ def train(
         from clusterattn._rows import dumps
 
         from .tasks import task_named
-        from .train import Settings, fit, judge, save
+        from .train import Settings
 
         need("accelerate", "train")
         _check_folder(out)
@@ -107,20 +114,21 @@ def train(
             precision=precision,
             seed=seed,
         )
+        if baseline and chosen.name == "exact":
+            raise bad_value("--baseline beside another method than exact", f"--method {method}", "leaving it out")
         made = kind.read(data, length=length, seed=seed)
+        if not as_json:
+            show_examples(made)
         sizes: dict[str, Any] = {"dim": dim, "heads": heads, "layers": layers, "dropout": dropout}
-        _seed(settings)
-        model = made.model(chosen, **sizes)
-        with progress() as tick:
-            fitted = fit(made, model, settings, folder=out / "training", device=where, tick=tick)
+        wanted = {out: chosen, **({out / BASELINE: method_of("exact")} if baseline else {})}
+        fitted = {folder: _fitted(made, each, sizes, settings, folder, where) for folder, each in wanted.items()}
         if not _main_process():
             return
-        figures = {"test": judge(made, fitted.model, "test")} if made.splits.get("test") else {}
-        written = save(out, made, fitted, chosen, sizes, figures)
+        runs = [_judged(made, wanted[folder], sizes, folder, each) for folder, each in fitted.items()]
         if as_json:
-            print(dumps({"dev": fitted.best, **figures, "steps": fitted.steps, "seconds": fitted.seconds}))
+            print(dumps({**runs[0].figures(), **({BASELINE: runs[1].figures()} if baseline else {})}))
         else:
-            show_trained(made, fitted, figures, written)
+            show_trained(made, runs)
 
 
 def reproduce(
@@ -225,10 +233,22 @@ def _best_device(name: str) -> str:
     return device_of(name) if name else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _seed(settings: Settings) -> None:
+def _fitted(task: Task, method: Method, sizes: dict[str, Any], settings: Settings, folder: Path, device: str) -> Fitted:
+    """A model of its own seed: the same weights at first, whatever the attention."""
     import torch
 
+    from .train import fit
+
     torch.manual_seed(settings.seed)
+    with progress() as tick:
+        return fit(task, task.model(method, **sizes), settings, folder=folder / "training", device=device, tick=tick)
+
+
+def _judged(task: Task, method: Method, sizes: dict[str, Any], folder: Path, fitted: Fitted) -> Run:
+    from .train import judge, save
+
+    figures = {"test": judge(task, fitted.model, "test")} if task.splits.get("test") else {}
+    return Run(method, fitted, figures, save(folder, task, fitted, method, sizes, figures))
 
 
 def _main_process() -> bool:

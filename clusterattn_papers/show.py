@@ -3,37 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterattn._extras import need
 from clusterattn.measure.show import console, literal, show_written
+from clusterattn.measure.words import counted
 
 if TYPE_CHECKING:
     from clusterattn._rows import Row
+    from clusterattn.methods import Method
 
     from .reproduce import Experiment
     from .tasks import Task
     from .train import Fitted
 
+MOST_LABELS = 20  # that are listed
 
-def show_trained(
-    task: Task, fitted: Fitted, figures: Mapping[str, Mapping[str, float]], written: Sequence[Path]
-) -> None:
+
+@dataclass(frozen=True)
+class Run:
+    """A training that is over: figures by split, and the files of the model."""
+
+    method: Method
+    fitted: Fitted
+    judged: Mapping[str, Mapping[str, float]]  # what was held out from everything: "test", where there is one
+    written: Sequence[Path]
+
+    def splits(self) -> dict[str, Mapping[str, float]]:
+        return {"dev": self.fitted.best, **self.judged}
+
+    def figures(self) -> dict[str, Any]:
+        return {**self.splits(), "steps": self.fitted.steps, "seconds": self.fitted.seconds}
+
+
+def show_examples(task: Task) -> None:
+    """What there is to learn from: how many examples, and of which label."""
+    from .tasks.text import Labelled
+
+    rich = console()
+    sizes = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
+    rich.print(f"examples: {sizes}", highlight=False)
+    if isinstance(task, Labelled):
+        counts = task.counts()
+        more = f", … ({len(counts)} in all)" if len(counts) > MOST_LABELS else ""
+        listed = ", ".join(f"{label} {count}" for label, count in list(counts.items())[:MOST_LABELS])
+        rich.print(f"labels: {literal(listed)}{more}", highlight=False)
+
+
+def show_trained(task: Task, runs: Sequence[Run]) -> None:
+    """Figures by split, each method's under the other's; what took how long; whether anything was learnt."""
     rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
-    table.add_column("split")
-    for title in fitted.best:
+    for title in ("split", "method"):
+        table.add_column(title)
+    for title in runs[0].fitted.best:
         table.add_column(title, justify="right")
-    for split, shown in {"dev": fitted.best, **figures}.items():
-        table.add_row(split, *(f"{shown[title]:.4g}" for title in fitted.best))
+    for split in runs[0].splits():
+        for run in runs:
+            shown = run.splits()[split]
+            table.add_row(split, literal(str(run.method)), *(f"{shown[title]:.4g}" for title in run.fitted.best))
     rich.print(table)
-    counts = ", ".join(f"{len(each)} {split}" for split, each in task.splits.items())
-    labels: Sequence[str] = getattr(task, "labels", ())
-    if labels:
-        more = " …" if len(labels) > 20 else ""
-        rich.print(f"labels: {literal(', '.join(map(str, labels[:20])))}{more}", highlight=False)
-    rich.print(f"{counts} examples; {fitted.steps} updates in {fitted.seconds:.0f} s", highlight=False)
-    show_written(written)
+    for run in runs:
+        took = f"{counted(run.fitted.steps, 'update')} in {run.fitted.seconds:.0f} s"
+        rich.print(f"{literal(str(run.method))}: {took}", highlight=False)
+    for run in runs:
+        if sentence := no_better(task, run):
+            rich.print(f"[yellow]{literal(sentence)}[/]", highlight=False)
+    show_written([path for run in runs for path in run.written])
+
+
+def no_better(task: Task, run: Run) -> str:
+    """A sentence where a model does no better than one that always gives the commonest label; else ""."""
+    from .tasks.text import Labelled
+
+    if not isinstance(task, Labelled) or task.figure != "accuracy":
+        return ""
+    split, figures = list(run.splits().items())[-1]
+    label, share = task.majority(split)
+    if figures["accuracy"] > share:
+        return ""
+    return (
+        f"{run.method} is no better than always answering {label!r}, which is right in {share:.1%} of {split}: "
+        "more examples, more epochs or another learning rate (--lr) may help"
+    )
 
 
 def show_experiments(found: Mapping[str, Experiment]) -> None:
@@ -49,9 +102,11 @@ def show_experiments(found: Mapping[str, Experiment]) -> None:
 
 
 def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .reproduce.page import config_of, differences
+    from .reproduce.page import cautions, config_of, differences
 
     rich, config = console(), config_of(experiment, scale)
+    for line in cautions(experiment, scale, rows):
+        rich.print(f"[yellow]{literal(line)}[/]", highlight=False)
     for each in experiment.tables(rows, config):
         table = _titled(each.title)
         for at, title in enumerate(each.columns):

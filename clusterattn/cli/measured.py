@@ -200,8 +200,7 @@ def bench(
         from ..measure.bench import PASSES
         from ..measure.bench import bench as measure
         from ..measure.compare import refusal
-        from ..measure.plots import scaling
-        from ..measure.plots_speed import crossings
+        from ..measure.plots_speed import crossings, scaling
         from ..measure.sample import embedded, mixture
         from ..measure.speed_table import as_text
 

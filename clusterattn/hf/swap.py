@@ -33,10 +33,11 @@ def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_bel
     model = plain(model)
     found = find(model)
     if not found:
+        torchs = any(isinstance(each, nn.MultiheadAttention) for each in model.modules())
         raise bad_value(
             "a model whose attention goes through transformers' attention interface",
             f"{type(model).__name__}, where no layer does",
-            "another model; the method itself is ca.attention",
+            "ca.nn.swap, for torch's nn.MultiheadAttention" if torchs else "another model; the method is ca.attention",
         )
     chosen = choose(method, model, HOST, [each.name for each in found], exact_below)
     below = chosen.exact_below

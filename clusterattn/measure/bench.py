@@ -21,6 +21,7 @@ from .._errors import bad_value
 from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
+from .error import relative_error
 from .sample import Sample, mixture
 from .speed import Run, interleaved, peak_memory
 
@@ -76,6 +77,7 @@ def bench(
     for n in sorted(lengths):
         sample = mixture(batch, heads, n, dim, seed=seed) if data is None else data.cut(batch, n)
         sample = sample.to(device, dtype)
+        errors = _errors(sample, methods, causal, seed)
         for which in passes:
             backward = which == "forward+backward"
             runs: dict[str, Run] = {PEER: peer_pass(sample, causal=causal, backward=backward)}
@@ -104,7 +106,20 @@ def bench(
             }
             for name in (PEER, *map(str, methods)):
                 measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
+                measured["error"] = errors.get(name)
                 yield {"theme": "bench", "method": name, **measured, **shared}
+
+
+def _errors(sample: Sample, methods: Sequence[Method], causal: bool, seed: int) -> dict[str, float]:
+    """How far each method's answer is from the peer's, relative to it."""
+    exact = peer_pass(sample, causal=causal)()
+    assert isinstance(exact, Tensor)
+    found = {}
+    for method in methods:
+        out = pass_of(sample, method, causal=causal, seed=seed)()
+        assert isinstance(out, Tensor)
+        found[str(method)] = relative_error(out, exact)
+    return found
 
 
 def _per_token(name: str, taken: Mapping[str, float], held: Mapping[str, int], tokens: int) -> Row:

@@ -201,61 +201,6 @@ def clusters(queries: Tensor, keys: Tensor, labels: Mapping[str, Tensor], place:
         return as_png(figure)
 
 
-def scaling(rows: Sequence[Row]) -> bytes:
-    """Time and peak memory per token against the length, two panels for each pass (the papers' Figure 4)."""
-    with rules():
-        passes = list(dict.fromkeys(row["pass"] for row in rows))
-        rows = [row for row in rows if not row.get("failed")]
-        labels = list(dict.fromkeys(row["method"] for row in rows))
-        kinds = [("seconds_per_token", 1e6, "time per token (µs)")]
-        if any(row.get("memory_per_token") for row in rows):
-            kinds.append(("memory_per_token", 1 / 1024, "peak extra memory per token (KiB)"))
-        figure = canvas(5.2 * len(kinds) + 1.9, 3.7 * len(passes) + 0.3)
-        axes = figure.subplots(len(passes), len(kinds), squeeze=False, sharex=True)
-        lengths = sorted({row["n"] for row in rows})
-        for i, which in enumerate(passes):
-            for j, (key, unit, title) in enumerate(kinds):
-                axis = axes[i][j]
-                for label in labels:
-                    mine = [row for row in rows if row["method"] == label and row["pass"] == which and row.get(key)]
-                    colour, marker = style_of(label)
-                    peer = label == "sdpa"
-                    axis.plot(
-                        [row["n"] for row in mine],
-                        [row[key] * unit for row in mine],
-                        color=colour,
-                        marker=marker,
-                        ms=9 if peer else 6.5,
-                        mec="white",
-                        mew=0.7,
-                        lw=2.2 if peer else 1.5,
-                        ls="--" if peer else "-",
-                        zorder=2 if peer else 3,
-                    )
-                axis.set(xscale="log", yscale="log", title=f"{which}: {title}")
-                axis.set_xticks(lengths, [f"{n:,}".replace(",", " ") for n in lengths])
-                axis.minorticks_off()
-                plain_log_ticks(axis.yaxis)
-                axis.grid(True, which="major")
-                if i == len(passes) - 1:
-                    axis.set_xlabel("length N (tokens)")
-        one = rows[0]
-        about = one["environment"]["hardware"] + (
-            f", {one['environment']['threads']} threads" if one["device"] == "cpu" else ""
-        )
-        figure.suptitle(
-            f"{about}, {one['dtype']}, batch {one['b']} × {one['h']} heads × {one['d']}"
-            + (", causal" if one["causal"] else ""),
-            size=9.5,
-            color="#555555",
-        )
-        handles = [
-            _handle(style_of(label), "exact (SDPA)" if label == "sdpa" else short(label), line=True) for label in labels
-        ]
-        figure.legend(handles=handles, loc="outside right center")
-        return as_png(figure)
-
-
 def _x(row: Row, key: str) -> float:
     return float(1 / row["speedup"] if key == "time" else row["cost_share"])
 

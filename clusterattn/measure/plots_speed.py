@@ -10,9 +10,15 @@ from .._rows import Row
 from .bench import PASSES, PEER
 from .plots import OTHER, STYLE, _handle, _line, as_png, canvas, plain_log_ticks, rules, short, style_of
 from .speed_table import spaced
+from .words import counted, human_error
 
 Curve = dict[int, float]  # length -> seconds per token
 FLOOR = "#999999"
+KINDS = (  # of figures that a row holds: key, unit, title
+    ("seconds_per_token", 1e6, "time per token (µs)"),
+    ("memory_per_token", 1 / 1024, "peak extra memory per token (KiB)"),
+    ("error", 1.0, "relative error of the output"),
+)
 
 
 def crossing(ours: Mapping[int, float], exact: Mapping[int, float]) -> tuple[float, bool] | None:
@@ -54,21 +60,7 @@ def crossings(rows: Sequence[Row]) -> bytes:
         axes = figure.subplots(1, len(passes), squeeze=False, sharey=True)[0]
         for axis, which in zip(axes, passes, strict=True):
             for label, curve in drawn[which].items():
-                colour, marker, line = _style(label, labels)
-                peer = label == PEER
-                axis.plot(
-                    list(curve),
-                    [seconds * 1e6 for seconds in curve.values()],
-                    color=colour,
-                    marker=marker,
-                    ms=9 if peer else 6,
-                    mec="white",
-                    mew=0.6,
-                    lw=2.2 if peer else 1.5,
-                    ls=line,
-                    zorder=2 if peer else 3,
-                )
-            _mark_crossings(axis, drawn[which], labels)
+                _draw(axis, label, {n: 1e6 * seconds for n, seconds in curve.items()}, labels)
             floors = [row for row in rows if row["pass"] == which and row.get("floor_seconds")]
             if floors:
                 floor = min(row["floor_seconds"] / (row["b"] * row["n"]) for row in floors)
@@ -77,6 +69,7 @@ def crossings(rows: Sequence[Row]) -> bytes:
             axis.set(xscale="log", yscale="log", title=which, xlabel="length N (tokens)")
             axis.set_xticks(lengths, [_brief(n) for n in lengths])
             axis.minorticks_off()
+            _mark_crossings(axis, drawn[which], labels)
             plain_log_ticks(axis.yaxis)
             axis.grid(True, which="major")
         axes[0].set_ylabel("time per token (µs)")
@@ -98,21 +91,111 @@ def crossings(rows: Sequence[Row]) -> bytes:
         return as_png(figure)
 
 
+def scaling(rows: Sequence[Row]) -> bytes:
+    """Time and peak memory per token against the length, a line of panels for each pass; and the error of the output.
+    Rings mark where a method passes exact attention."""
+    with rules():
+        passes = list(dict.fromkeys(row["pass"] for row in rows))
+        rows = [row for row in rows if not row.get("failed")]
+        labels = list(dict.fromkeys(row["method"] for row in rows))
+        kinds = [(key, unit, title) for key, unit, title in KINDS if any(row.get(key) for row in rows)]
+        figure = canvas(4.6 * len(kinds) + 1.9, 3.7 * len(passes) + 0.3)
+        axes = figure.subplots(len(passes), len(kinds), squeeze=False, sharex=True)
+        lengths = sorted({row["n"] for row in rows})
+        for i, which in enumerate(passes):
+            for axis, (key, unit, title) in zip(axes[i], kinds, strict=True):
+                if key == "error" and i:  # the same answers
+                    axis.set_axis_off()
+                    continue
+                drawn = curves([row for row in rows if row.get(key)], which, key)
+                for label, curve in drawn.items():
+                    _draw(axis, label, {n: unit * each for n, each in curve.items()}, labels)
+                axis.set(xscale="log", yscale="log", title=title if key == "error" else f"{which}: {title}")
+                axis.set_xticks(lengths, [spaced(n) for n in lengths])
+                axis.minorticks_off()
+                if key == "seconds_per_token":
+                    _mark_crossings(axis, drawn, labels)
+                plain_log_ticks(axis.yaxis)
+                axis.grid(True, which="major")
+                if i == len(passes) - 1 or key == "error":
+                    axis.set_xlabel("length N (tokens)")
+        one = rows[0]
+        machine = one["environment"]["hardware"]
+        if one["device"] == "cpu":
+            machine += f", {counted(one['environment']['threads'], 'thread')}"
+        figure.suptitle(
+            f"{machine}, {one['dtype']}, batch {one['b']} × {one['h']} heads × {one['d']}"
+            + (", causal" if one["causal"] else ""),
+            size=9.5,
+            color="#555555",
+        )
+        handles = [
+            _handle(style_of(label), "exact (SDPA)" if label == PEER else short(label), line=True) for label in labels
+        ]
+        figure.legend(handles=handles, loc="outside right center")
+        return as_png(figure)
+
+
+def crossing_sentences(rows: Sequence[Row]) -> list[str]:
+    """For each pass, in a sentence: from which length a method is ahead of exact attention, and how far off it is."""
+    found = []
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        drawn, errors = curves(rows, which), curves([row for row in rows if row.get("error")], which, "error")
+        exact, words = drawn.pop(PEER, {}), []
+        for label, curve in drawn.items():
+            at = crossing(curve, exact)
+            if at is None:
+                words.append(f"{label} does not overtake it up to {spaced(max(curve))}")
+                continue
+            mine = errors.get(label, {})
+            nearest = min((n for n in mine if n >= at[0]), default=None)
+            off = "" if nearest is None else f" (error {human_error(mine[nearest])} at {spaced(nearest)})"
+            words.append(f"{label} is ahead from N = {_about(*at)}{off}")
+        if exact and words:
+            found.append(f"{which}, beside exact attention: {'; '.join(words)}.")
+    return found
+
+
+def _draw(axis: Any, label: str, curve: Curve, labels: Sequence[str]) -> None:
+    colour, marker, line = _style(label, labels)
+    peer = label == PEER
+    axis.plot(
+        list(curve),
+        list(curve.values()),
+        color=colour,
+        marker=marker,
+        ms=9 if peer else 6,
+        mec="white",
+        mew=0.6,
+        lw=2.2 if peer else 1.5,
+        ls=line,
+        zorder=2 if peer else 3,
+    )
+
+
+def _about(at: float, measured: bool) -> str:
+    return spaced(int(round(at, -1 if at >= 1000 else 0))) if measured else f"{spaced(int(at))} or less"
+
+
 def _mark_crossings(axis: Any, drawn: Mapping[str, Curve], labels: Sequence[str]) -> None:
-    """A ring where a method passes exact attention, and its length in the empty corner above the short lengths."""
+    """A ring where a method passes exact attention, and its length in the upper corner, for which room is made."""
     exact = drawn.get(PEER, {})
     found = {label: crossing(curve, exact) for label, curve in drawn.items() if label != PEER}
     passed = sorted((spot[0], spot[1], label) for label, spot in found.items() if spot is not None)
     corner = axis.transAxes
     if passed:
+        low, high = axis.get_ylim()
+        taken = 0.06 * (len(passed) + 1)  # of the height
+        axis.set_ylim(low, high * (high / low) ** (taken / (1 - taken)))
         axis.text(0.03, 0.97, "ahead from N =", transform=corner, va="top", size=8.5, color="#555555")
     for place, (at, measured, label) in enumerate(passed):
         colour, marker, _ = _style(label, labels)
         axis.plot(at, _between(exact, at) * 1e6, "o", ms=12, mfc="none", mec=colour, mew=1.8, zorder=4)
         height = 0.905 - 0.055 * place
         axis.plot(0.045, height, marker, ms=6, color=colour, mec="white", mew=0.6, transform=corner)
-        words = spaced(int(round(at, -1 if at >= 1000 else 0))) if measured else f"{spaced(int(at))} or less"
-        axis.text(0.075, height, words, transform=corner, va="center", size=8.5, weight="bold", color=colour)
+        axis.text(
+            0.075, height, _about(at, measured), transform=corner, va="center", size=8.5, weight="bold", color=colour
+        )
 
 
 def _style(label: str, labels: Sequence[str]) -> tuple[str, str, str]:

@@ -10,10 +10,10 @@ import gzip
 import json
 import lzma
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,17 @@ from torch import Tensor
 from .._errors import bad_value
 
 T = TypeVar("T")
+MOST_FAULTS = 20  # lines of a file that one message lists
 FORMATS = "a text file, .tsv (label<tab>text), .jsonl (text, label) or a folder of them"
 SPEECH = "a folder of .wav files with a .txt transcript beside each, or transcripts.tsv (name<tab>words)"
+
+
+class Fault(NamedTuple):
+    """What is wrong with a line of a user's file."""
+
+    line: int
+    wanted: str
+    got: str
 
 
 @dataclass(frozen=True)
@@ -56,22 +65,38 @@ def text_of(path: Path) -> str:
     raise bad_value("a text file", f"{path}, which begins like UTF-16 and is not", "saving it in UTF-8")
 
 
-def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a .jsonl file with the numbers of their lines."""
+def json_objects(path: Path, faults: list[Fault] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a .jsonl file with the numbers of their lines. The first bad line is refused; given a list of
+    faults, all of them are added to it instead."""
     for number, line in enumerate(text_of(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             found = json.loads(line)
+            strange = "" if isinstance(found, dict) else type(found).__name__
         except json.JSONDecodeError as error:
-            raise bad_line(path, number, "one JSON object", error.msg) from None
-        if not isinstance(found, dict):
-            raise bad_line(path, number, "one JSON object", type(found).__name__)
-        yield number, found
+            strange = error.msg
+        if not strange:
+            yield number, found
+        elif faults is None:
+            raise bad_line(path, number, "one JSON object", strange)
+        else:
+            faults.append(Fault(number, "one JSON object", strange))
 
 
 def bad_line(path: Path, number: int, wanted: str, got: str) -> ValueError:
-    return bad_value(f"{wanted} in {path.name}, line {number}", got, "mending that line")
+    return bad_lines(path, [Fault(number, wanted, got)])
+
+
+def bad_lines(path: Path, faults: Sequence[Fault]) -> ValueError:
+    """All that is wrong with a file at once: whoever mends it need not come back for every line."""
+    if len(faults) == 1:
+        line, wanted, got = faults[0]
+        return bad_value(f"{wanted} in {path.name}, line {line}", got, "mending that line")
+    listed = [f"line {line}: wanted {wanted}, got {got}" for line, wanted, got in sorted(faults)]
+    more = [f"and {len(listed) - MOST_FAULTS} more"] if len(listed) > MOST_FAULTS else []
+    shown = "".join(f"\n  {each}" for each in listed[:MOST_FAULTS] + more)
+    return bad_value(f"{path.name} without mistakes", f"{len(listed)} lines with some{shown}\n", "mending these lines")
 
 
 def passages(path: str | Path, *, whole: bool, labelled: bool = False) -> list[Example]:

@@ -96,13 +96,14 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
 
 
 def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .report import human_bytes, human_ratio, human_seconds
+    from .plots_speed import crossing_sentences
+    from .words import human_bytes, human_error, human_ratio, human_seconds
 
     rich = console()
     lengths = sorted({row["n"] for row in rows})
     for which in dict.fromkeys(row["pass"] for row in rows):
         table = need("rich.table").Table(
-            title=f"{which}: time per token, speed against exact, peak memory per token",
+            title=f"{which}: time per token, speed against exact, peak memory per token, relative error",
             title_justify="left",
             box=need("rich.box").SIMPLE_HEAD,
         )
@@ -117,14 +118,17 @@ def show_bench(rows: Sequence[Row], written: Sequence[Path]) -> None:
                     cells.append("[red]wrong[/]")
                     continue
                 memory = "" if row["memory_per_token"] is None else f"\n{human_bytes(row['memory_per_token'])}"
+                error = "" if row.get("error") is None else f"\nerror {human_error(row['error'])}"
                 cells.append(
-                    f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}"
+                    f"{human_seconds(row['seconds_per_token'])}\n[bold]{human_ratio(row['speedup'])}[/]{memory}{error}"
                 )
             table.add_row(literal(label), *cells, end_section=True)
         rich.print(table)
     for row in rows:
         if row.get("failed"):
             rich.print(f"[red]{literal(row['method'])}, N = {row['n']}, {row['pass']}: {row['failed']}; not timed")
+    for sentence in crossing_sentences(rows):
+        rich.print(literal(sentence), highlight=False)
     show_written(written)
 
 

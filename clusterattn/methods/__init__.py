@@ -7,7 +7,7 @@ from typing import Any, Union
 
 import torch
 
-from .._errors import bad_type, bad_value
+from .._errors import asked, bad_type, bad_value, meant
 from .._types import Method
 from ._constant import constant
 from .auto import Auto
@@ -76,7 +76,9 @@ def _named(name: str) -> type[Method]:
         return Auto
     found = METHODS.get(name.lower().replace("-", "_"))
     if found is None:
-        raise bad_value(f"a method: one of {', '.join(METHODS)}, auto", repr(name), 'method="refined"')
+        names = [*METHODS, Auto.name]
+        near = meant(name, names) or "refined"
+        raise bad_value(f"a method: one of {', '.join(names)}", asked(name, names), f'method="{near}"')
     return found
 
 

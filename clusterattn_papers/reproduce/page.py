@@ -12,6 +12,8 @@ from clusterattn._rows import Row
 from ._experiment import SCALES, Experiment, Table
 from .runner import done_rows, source
 
+SMOKE = "Smoke scale: invented data, a few steps. It shows that all runs; its figures mean nothing."
+
 
 def config_of(experiment: Experiment, scale: str) -> Any:
     return source(experiment).scales[scale]
@@ -21,7 +23,7 @@ def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: s
     """One experiment as Markdown: tables, what came out, what differs from the paper, where it ran."""
     config = config_of(experiment, scale)
     head = f"{experiment.paper}, at scale `{scale}`."
-    parts = [f"# {experiment.place}: {experiment.about}", " ".join([head, *unfinished(experiment, scale, rows)])]
+    parts = [f"# {experiment.place}: {experiment.about}", " ".join([head, *cautions(experiment, scale, rows)])]
     parts += [as_markdown(table) for table in experiment.tables(rows, config)]
     if picture:
         parts.append(f"![{experiment.place}]({picture})")
@@ -35,6 +37,11 @@ def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: s
     return "\n\n".join(parts) + "\n"
 
 
+def cautions(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[str]:
+    """What must be read before any figure: that it means nothing, or that some are still to come."""
+    return [SMOKE] * (scale == "smoke") + unfinished(experiment, scale, rows)
+
+
 def unfinished(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[str]:
     """Said wherever rows are shown of which some are still to come."""
     made = source(experiment).cells(config_of(experiment, scale))
@@ -44,10 +51,7 @@ def unfinished(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[
 
 
 def differences(experiment: Experiment, scale: str) -> list[str]:
-    found = ([experiment.cannot] if experiment.cannot else []) + experiment.differences(config_of(experiment, scale))
-    if scale == "smoke":
-        found.insert(0, "Smoke scale: invented data, a few steps. It shows that all runs; its figures mean nothing.")
-    return found
+    return ([experiment.cannot] if experiment.cannot else []) + experiment.differences(config_of(experiment, scale))
 
 
 def as_markdown(table: Table) -> str:

@@ -13,7 +13,7 @@ from clusterattn.measure.report import page
 
 from . import experiments
 from ._experiment import PAPERS
-from .page import best_scale, config_of, differences, unfinished, where
+from .page import best_scale, cautions, config_of, differences, where
 from .runner import THEME
 
 MOST = 200  # rows of a file that are shown; the file has them all
@@ -54,7 +54,7 @@ def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[s
         **head,
         "scale": scale,
         "tables": experiment.tables(rows, config),
-        "unfinished": unfinished(experiment, scale, rows),
+        "cautions": cautions(experiment, scale, rows),
         "findings": experiment.findings(rows, config),
         "differences": differences(experiment, scale),
         "where": where(rows),

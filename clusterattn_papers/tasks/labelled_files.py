@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from clusterattn._errors import bad_value
-from clusterattn.measure.reading import bad_line, json_objects, text_of
+from clusterattn.measure.reading import Fault, bad_lines, json_objects, text_of
 
 Record = tuple[str, ...]  # one or two texts, then the label
 Splits = dict[str, list[Record]]
@@ -27,6 +27,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t", ".txt": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 ENOUGH_TO_TELL = 20  # rows from which on a label that stands in the first line alone must be a heading
 LEAST = 10
+MANY_NUMBERS = 20  # labels that are numbers, and more than so many, look like a measurement
 
 
 def read_splits(data: Path, columns: Sequence[str], *, seed: int = 0) -> Splits:
@@ -105,30 +106,33 @@ def labelled_folders(folder: Path, *, keep: Callable[[Path], bool] = lambda path
 
 def records(path: Path, columns: Sequence[str]) -> list[Record]:
     """The named columns of a file, in this order; the label is the last. A header may be there or not."""
-    suffix = path.suffix.lower()
+    suffix, faults = path.suffix.lower(), list[Fault]()
     if suffix in JSON_LINES:
-        found = list(_of_json(path, columns))
+        found = list(_of_json(path, columns, faults))
     elif suffix in DELIMITERS:
-        found = list(_of_table(path, columns, DELIMITERS[suffix]))
+        found = list(_of_table(path, columns, DELIMITERS[suffix], faults))
     else:
         advice = "one object on each line, as .jsonl" if suffix == ".json" else "saving it as CSV"
         raise bad_value("a file ending in .csv, .tsv, .txt or .jsonl", path.name, advice)
+    if faults:
+        raise bad_lines(path, faults)
     if not found:
         raise bad_value(f"rows in {path.name}", "none", "another file")
     return found
 
 
-def _of_json(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    for number, entry in json_objects(path):
+def _of_json(path: Path, columns: Sequence[str], faults: list[Fault]) -> Iterator[Record]:
+    for number, entry in json_objects(path, faults):
         lowered = {str(key).lower(): value for key, value in entry.items()}
         keys = [next((name for name in NAMES[column] if name in lowered), None) for column in columns]
         if None in keys:
-            raise bad_line(path, number, f"the keys {', '.join(columns)}", ", ".join(entry) or "none")
+            faults.append(Fault(number, f"the keys {', '.join(columns)}", ", ".join(entry) or "none"))
+            continue
         values = [lowered[key] for key in keys if key is not None]
-        yield _checked(path, number, columns, ["" if value is None else str(value) for value in values])
+        yield from _checked(number, columns, ["" if value is None else str(value) for value in values], faults)
 
 
-def _of_table(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[Record]:
+def _of_table(path: Path, columns: Sequence[str], delimiter: str, faults: list[Fault]) -> Iterator[Record]:
     rows = list(_rows(path, delimiter))
     if not rows:
         return
@@ -145,9 +149,10 @@ def _of_table(path: Path, columns: Sequence[str], delimiter: str) -> Iterator[Re
     for number, row in rows:
         if (len(row) != len(heading) and "".join(row[len(heading) :]).strip()) or len(row) < len(columns):
             why = " (an unquoted comma?)" if delimiter == "," and len(row) > len(heading) else ""
-            raise bad_line(path, number, f"{len(heading)} cells", f"{len(row)}{why}")
+            faults.append(Fault(number, f"{len(heading)} cells", f"{len(row)}{why}"))
+            continue
         chosen = [row[place] if place is not None and place < len(row) else "" for place in places]
-        yield _checked(path, number, columns, chosen)
+        yield from _checked(number, columns, chosen, faults)
 
 
 def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -196,8 +201,33 @@ def _places_without_heading(path: Path, rows: Sequence[tuple[int, list[str]]], c
     return [at for at in range(width) if at != label] + [label]
 
 
-def _checked(path: Path, number: int, columns: Sequence[str], values: Sequence[str]) -> Record:
-    for column, value in zip(columns, values, strict=True):
-        if not value.strip():
-            raise bad_line(path, number, f"a {column}", "nothing there")
-    return (*values[:-1], values[-1].strip())
+def _checked(number: int, columns: Sequence[str], values: Sequence[str], faults: list[Fault]) -> Iterator[Record]:
+    """The record of a line, unless some of it is empty."""
+    empty = [column for column, value in zip(columns, values, strict=True) if not value.strip()]
+    if empty:
+        faults.append(Fault(number, f"a {' and a '.join(empty)}", "nothing there"))
+    else:
+        yield (*values[:-1], values[-1].strip())
+
+
+def warn_of_labels(counts: Mapping[str, int]) -> None:
+    """Say what a model can hardly learn: a label of one example, numbers that are a scale and no names."""
+    once = [label for label, count in counts.items() if count == 1]
+    if once:
+        shown = ", ".join(once[:6]) + (", …" if len(once) > 6 else "")
+        which = "1 label has" if len(once) == 1 else f"{len(once)} of {len(counts)} labels have"
+        warnings.warn(f"{which} a single example ({shown}): nobody can learn and be judged by it", stacklevel=3)
+    if len(counts) > MANY_NUMBERS and all(_is_number(label) for label in counts):
+        warnings.warn(
+            f"all {len(counts)} labels are numbers: to a classifier 3 is as far from 4 as from 400. For a regression "
+            "cut them into a few ranges",
+            stacklevel=3,
+        )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from clusterattn.methods import MethodSpec
 
 from ..models.text import Classifier, PairClassifier
 from ._task import Batch, Figures, Task, classified, padded, several
-from .labelled_files import Record, read_splits
+from .labelled_files import Record, read_splits, warn_of_labels
 from .text_sets import text_set
 from .vocabulary import ABOUT, Vectors, Vocabulary, words_of
 
@@ -85,7 +86,20 @@ class Labelled(Task):
 
         Without a dev and a test file a tenth each is held out for them, by ``seed`` (80/10/10); with a test file alone
         a tenth of the training file is dev."""
-        return cls(read_splits(data, cls.columns, seed=seed), length=length)
+        task = cls(read_splits(data, cls.columns, seed=seed), length=length)
+        warn_of_labels(task.counts())
+        return task
+
+    def counts(self, split: str | None = None) -> dict[str, int]:
+        """How many examples bear each label, in a split or in all of them; the commonest first."""
+        chosen = self.splits.values() if split is None else [self.splits[split]]
+        found = Counter(self.labels[example.label] for each in chosen for example in each)
+        return dict(found.most_common())
+
+    def majority(self, split: str) -> tuple[str, float]:
+        """The commonest label of the training examples, and the accuracy on a split of answering nothing else."""
+        label = next(iter(self.counts("train")))
+        return label, self.counts(split).get(label, 0) / max(len(self.splits[split]), 1)
 
     def save(self, folder: Path) -> None:
         self.vocabulary.save(Path(folder) / VOCABULARY)

@@ -10,6 +10,7 @@ import laws
 import pytest
 import torch
 from laws import draw, over
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clusterattn as ca
 
@@ -40,6 +41,14 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "dtype of query_mask": ("query_mask", lambda: attend(query_mask=torch.ones(2, 12, dtype=torch.int64))),
     "shape of key_lengths": ("key_lengths", lambda: attend(key_lengths=torch.tensor([3, 4, 5]))),
     "dtype of key_lengths": ("key_lengths", lambda: attend(key_lengths=torch.tensor([3.0, 4.0]))),
+    "lengths below 0": ("-1", lambda: attend(key_lengths=torch.tensor([3, -1]))),
+    "lengths beyond the keys": ("13", lambda: attend(key_lengths=torch.tensor([13, 12]))),
+    "scale that is no number": ("nan", lambda: attend(scale=float("nan"))),
+    "scale without end": ("inf", lambda: attend(scale=float("-inf"))),
+    "tensors without numbers": ("meta", lambda: ca.attention(*(t.to("meta") for t in (Q, K, V)))),
+    "nested tensors": ("to_padded_tensor", lambda: ca.attention(nested(), K, V)),
+    "jagged tensors": ("to_padded_tensor", lambda: ca.attention(nested(torch.jagged), K, V)),
+    "sparse tensors": ("to_dense", lambda: ca.attention(Q, K.to_sparse(), V)),
     "mask and lengths": (
         "key_lengths",
         lambda: attend(key_mask=torch.ones(2, 12, dtype=torch.bool), key_lengths=torch.tensor([3, 4])),
@@ -95,6 +104,11 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
+def nested(layout: torch.layout = torch.strided) -> torch.Tensor:
+    rows = [each.transpose(0, 1) for each in (Q[0], Q[1, :, :5])]
+    return torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
+
+
 def attend(**given: Any) -> Any:
     return ca.attention(Q, K, V, **{"method": "improved", **given})
 
@@ -107,6 +121,36 @@ def test_bad_input_is_answered_with_wanted_got_try(what: str) -> None:
     says = str(caught.value)
     assert re.search(r"wanted .+ got .+ try .+", says, re.DOTALL), says
     assert word.lower() in says.lower(), says
+
+
+@pytest.mark.parametrize(
+    ("spec", "near"),
+    [
+        ("refined:cluster=16", "clusters"),
+        ({"method": "smyrf", "round": 2}, "rounds"),
+        ("refned", "refined"),
+        ("Clusterd:clusters=4", "clustered"),
+        ("route", "routing"),
+    ],
+)
+def test_a_slip_of_the_pen_is_answered_with_the_word_that_was_meant(spec: Any, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"\(did you mean {near}\?\); try .*{near}"):
+        ca.method(spec)
+
+
+def test_what_is_like_nothing_is_not_guessed_at() -> None:
+    for spec in ("xyzzy", "refined:colour=red"):
+        with pytest.raises(ValueError) as caught:
+            ca.method(spec)
+        assert "did you mean" not in str(caught.value)
+
+
+def test_lengths_are_not_looked_at_in_a_graph() -> None:
+    """There they act as if clamped, as on a GPU."""
+    lengths = torch.tensor([20, -3])
+    method = ca.Improved(clusters=3, top=2)
+    compiled = torch.compile(lambda rows: attend(method=method, key_lengths=rows), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(lengths), attend(method=method, key_lengths=lengths.clamp(0, 12)))
 
 
 @over(where=lambda case: case.name != "exact")
@@ -149,3 +193,9 @@ def test_errors_reach_the_caller_from_compiled_code_too() -> None:
 
     with pytest.raises(Exception, match="dropout"):
         torch.compile(refuse, backend="eager")(Q)
+
+
+def test_shapes_alone_are_answered_in_fake_mode() -> None:
+    with FakeTensorMode():
+        q, lengths = torch.empty(2, 4, 12, 8), torch.empty(2, dtype=torch.int64)
+        assert ca.attention(q, q, q, method=ca.Clustered(clusters=3), key_lengths=lengths).shape == q.shape

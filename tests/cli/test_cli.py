@@ -233,6 +233,11 @@ def test_bench_writes_rows_and_a_plot(tmp_path):
     assert rows.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "forward+backward" in shown.stdout
     assert "N = 64" in shown.stdout
+    for row in read(rows):
+        assert (row["error"] is None) == (row["method"] == "sdpa")
+    assert shown.stdout.count("error 0.") + shown.stdout.count("error 1") >= 8
+    ends = [line for line in shown.stdout.splitlines() if "beside exact attention" in line]
+    assert [line.split(",")[0] for line in ends] == ["forward", "forward+backward"]
 
 
 def test_bench_prints_json_and_no_time_for_a_method_that_fails_its_check(tmp_path, monkeypatch):

@@ -253,3 +253,11 @@ def test_the_host_waits_no_more_often_than_before(name: str, padded: bool) -> No
     ca.hf.swap(model, ROUGH)
     after = looks()
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def test_a_model_of_torch_is_sent_to_its_own_swap():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    with pytest.raises(ValueError, match=r"try ca\.nn\.swap"):
+        ca.hf.swap(torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "refined")
+    with pytest.raises(ValueError, match="another model"):
+        ca.hf.swap(torch.nn.Linear(2, 2), "refined")

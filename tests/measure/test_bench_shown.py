@@ -87,6 +87,39 @@ def test_the_picture_of_the_crossings() -> None:
     assert crossings([a_row("refined", 1024, "forward", 1e-3)]).startswith(b"\x89PNG")  # no peer, one pass
 
 
+def test_the_crossing_in_a_sentence() -> None:
+    from clusterattn.measure.plots_speed import crossing_sentences
+
+    def rows(label: str, *seconds: float, **more: Any) -> list[Row]:
+        return [a_row(label, n, "forward", each, **more) for n, each in zip((1024, 4096), seconds, strict=True)]
+
+    exact = rows("sdpa", 1e-3, 4e-3, error=None)
+    every = [*exact, *rows("refined", 2e-3, 2e-3, error=0.0321), *rows("local", 5e-3, 9e-3), *rows("smyrf", 1e-4, 1e-4)]
+    assert crossing_sentences(every) == [
+        "forward, beside exact attention: refined is ahead from N = 2 050 (error 0.0321 at 4 096); "
+        "local does not overtake it up to 4 096; smyrf is ahead from N = 1 024 or less (error 0.0123 at 1 024)."
+    ]
+    assert crossing_sentences(rows("refined", 1.0, 1.0)) == []  # nothing to compare with
+
+
+def test_the_picture_of_a_cpu_has_room_for_its_crossings() -> None:
+    pytest.importorskip("matplotlib")
+    from clusterattn.measure import plots, plots_speed
+
+    drawn = [{**row, "memory_per_token": 1.0} for row in a_run()]
+    assert plots_speed.scaling(drawn).startswith(b"\x89PNG")
+    with plots.rules():
+        axis = plots.canvas(4, 3).subplots()
+        curves = {"sdpa": {1024: 1.0, 4096: 4.0}, "refined": {1024: 2.0, 4096: 2.0}}
+        for label, curve in curves.items():
+            plots_speed._draw(axis, label, curve, list(curves))
+        axis.set(xscale="log", yscale="log")
+        plots_speed._mark_crossings(axis, curves, list(curves))
+        lowest = min(text.get_position()[1] for text in axis.texts)
+        top = axis.transData.transform((4096, 4.0))[1]
+        assert axis.transAxes.inverted().transform((0, top))[1] < lowest
+
+
 # ---------------------------------------------------------------- benchmarks/gpu.py
 
 

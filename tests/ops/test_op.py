@@ -11,6 +11,7 @@ import pytest
 import torch
 from laws import Case, over
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -188,3 +189,75 @@ def test_operations_of_a_call_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         ca.attention(q, q, q, method=ca.Smyrf(rounds=2, q_seats=16, k_seats=16))
     assert counter.get_flop_counts()["Global"][torch.ops.clusterattn.bucketed] == 2 * 2 * 2 * 96 * 16 * (16 + 16)
+
+
+ATTENDING: dict[str, ca.Clustered] = {
+    "clustered": ca.Clustered(clusters=8, steps=2),
+    "improved": ca.Improved(clusters=8, top=4, steps=2),
+    "softmax": ca.Improved(clusters=8, top=4, steps=2, mass="softmax"),
+    "refined": ca.Refined(clusters=8, top=4, parts=1, slope=False, steps=2),
+    "parts": ca.Refined(clusters=8, top=4, parts=6, slope=False, steps=2),
+    "slope": ca.Refined(clusters=8, top=0, parts=3, slope=True, steps=2),
+    "slope of many": ca.Refined(clusters=80, top=4, parts=1, slope=True, steps=2),
+}
+ATTEND = tuple(getattr(torch.ops.clusterattn, name) for name in ("coarse", "fine", "near_and_far"))
+
+
+def counted(counter: FlopCounterMode, ops: tuple[Any, ...]) -> int:
+    found = counter.get_flop_counts()["Global"]
+    return sum(found.get(each, 0) for each in ops)
+
+
+def attending_cost(method: ca.Clustered, *shape: int, group: int = 1) -> int:
+    """What a method's cost holds beside the grouping."""
+    filled = method.at(*shape, group=group)
+    return filled.cost(*shape, group=group) - filled.grouping_cost(*shape, group=group)
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_what_attends_is_counted_as_its_cost_says(name: str) -> None:
+    method = ATTENDING[name]
+    q, k, v = (torch.randn(2, heads, rows, dim) for heads, rows, dim in ((4, 96, 16), (2, 130, 16), (2, 130, 24)))
+    with FlopCounterMode(display=False) as counter:
+        ca.attention(q, k, v, method=method)
+    assert counted(counter, ATTEND) == 2 * 2 * 4 * attending_cost(method, 96, 130, 16, 24, group=2)
+
+
+def test_what_attends_in_blocks_is_counted_block_by_block() -> None:
+    """Centroids see the keys before their block alone."""
+    method = ca.Clustered(clusters=4, steps=2, block=32)
+    q = torch.randn(1, 1, 96, 16)
+    with FlopCounterMode(display=False) as counter:
+        ca.attention(q, q, q, method=method, causal=True)
+    tangent = 16  # a block's answer is merged by its weight, which needs the mean key
+    assert counted(counter, ATTEND) == 2 * 4 * (32 + 64) * (16 + 16 + tangent)
+
+
+@pytest.mark.parametrize("name", ["improved", "parts", "slope"])
+def test_the_kernels_op_counts_as_the_definition_does(name: str) -> None:
+    method = ATTENDING[name]
+    mass = ("softmax", "tangent", "cluster").index(method.mass)
+    b, h, n, m, d, e, c = 1, 2, 96, 130, 16, 24, method.clusters
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q, cs, k, v = (torch.empty(b, h, *size) for size in ((n, d), (c, d), (m, d), (m, e)))
+        whole = torch.empty(b, h, n, dtype=torch.int64)
+        pi = torch.empty(b, h, c) if method.slope else None
+        given = (None, whole, whole, whole, None, None, pi)
+        settings = (0.25, method.top, 0, 0, 0, method.parts, mass, False, "triton")
+        q.requires_grad_()
+        out, *_ = torch.ops.clusterattn.near_and_far(q, cs, k, v, *given, *settings)
+        out.sum().backward()
+    attending = attending_cost(method, n, m, d, e)
+    assert counted(counter, ATTEND) == 2 * h * attending
+    backward = counted(counter, (torch.ops.clusterattn.near_and_far_backward,))
+    assert 2 * 2 * h * attending <= backward <= 2.5 * 2 * h * attending  # as for exact attention: 5 products for 2
+
+
+@pytest.mark.parametrize("name", ["improved", "slope"])
+def test_backward_is_counted_too(name: str) -> None:
+    q = torch.randn(1, 2, 96, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        ca.attention(q, q, q, method=ATTENDING[name]).sum().backward()
+    back = tuple(getattr(torch.ops.clusterattn, f"{each}_backward") for each in ("coarse", "fine"))
+    forward = counted(counter, ATTEND)
+    assert 2 * forward <= counted(counter, back) <= 2.5 * forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -183,10 +184,15 @@ def test_pages(tmp_path):
     text = path.read_text()
     for wanted in ("| 2 | 1.0 \\| 4.0 |", "3 rows.", "Nothing.", "Smoke scale", "Vyas et al. 2020"):
         assert wanted in text
+    assert text.index("Smoke scale") < text.index("1.0 \\| 4.0") < text.index("3 rows.")
     (tmp_path / "bench_x.jsonl").write_text(json.dumps({"theme": "bench", "method": "a<b", "seconds": 0.5}) + "\n")
     html = write_page(tmp_path, tmp_path / "page.html").read_text()
     for wanted in ("Table 99", "1.0 | 4.0", "bench_x.jsonl", "a&lt;b"):
         assert wanted in html
+    assert html.index("figures mean nothing") < html.index("1.0 | 4.0")
+    links = re.findall(r'href="#([^"]+)"', html)
+    assert {"clustered-squares", "bench_x.jsonl", "paper-1", "other-rows"} <= set(links)
+    assert set(links) <= set(re.findall(r' id="([^"]+)"', html)), "a link that leads nowhere"
     with pytest.raises(ValueError, match="--results, a folder"):
         write_page(tmp_path / "nowhere", tmp_path / "page.html")
 
@@ -206,7 +212,7 @@ def test_the_command(tmp_path):
     assert "clustered-squares" in run("--list").output
     done = run("clustered-squares", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "1.0 | 9.0" in done.output
+    assert done.output.index("figures mean nothing") < done.output.index("1.0 | 9.0")
     assert (tmp_path / "reproduce" / "clustered-squares-smoke.md").exists()
     for words, sentence in (
         (["clustered-table77"], "wanted an experiment"),

@@ -30,6 +30,27 @@ def test_a_row_with_too_many_cells_is_refused(tmp_path):
     assert len(records(trailing, ("text", "label"))) == 12
 
 
+def test_all_mistakes_of_a_file_are_told_at_once(tmp_path):
+    path = _table(
+        tmp_path,
+        "x.jsonl",
+        '{"text": "a", "label": "b"}',
+        "{",
+        '["list"]',
+        '{"text": "a"}',
+        '{"text": "", "label": ""}',
+    )
+    with pytest.raises(ValueError, match="mending these lines") as caught:
+        records(path, ("text", "label"))
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:5]] == [
+        f"line {number}" for number in (2, 3, 4, 5)
+    ]
+    assert "wanted a text and a label, got nothing there" in str(caught.value)
+    many = _table(tmp_path, "y.csv", "text,label", *["alone"] * 30, "a,b")
+    with pytest.raises(ValueError, match=r"got 30 lines(?s:.*)and 10 more"):
+        records(many, ("text", "label"))
+
+
 def test_two_columns_that_could_be_the_label_are_refused(tmp_path):
     with pytest.raises(ValueError, match="one column for the label"):
         records(_table(tmp_path, "x.csv", "text,sentiment,category", "a b,1,2"), ("text", "label"))

@@ -106,6 +106,31 @@ def _give_back(
 _coarse.gradient(_give_back, _keep)
 
 
+def multiply_adds(reach: Reach, c: Any, k: Any, v: Any, slope: bool, *, backward: bool = False) -> int:
+    """Of the centroids over the keys, from shapes: what ``Improved.cost`` says of them. Backward makes the weights
+    again; then each product of forward is two."""
+    (b, h, rows, d), m, e = c, k[2], v[3]
+    widths = (3 if backward else 1) * d + (2 if backward else 1) * (e + (d if reach.tangent else 0))
+    total = 0
+    for block, keys in reach.blocks(rows, m):
+        clusters = block.stop - block.start
+        few = min(clusters, SLOPE_CLUSTERS)
+        total += clusters * keys * widths
+        total += (2 if backward else 1) * ((keys + few * reach.parts) * d * e + few * keys) if slope and keys else 0
+    return int(b * h * total)
+
+
+@_coarse.flops
+def _(c: Any, k: Any, v: Any, key_mask: Any, part_of: Any, pi: Any, *settings: Any) -> int:
+    return 2 * multiply_adds(Reach(*settings[:-1]), c, k, v, pi is not None)
+
+
+@_coarse_backward.flops
+def _(d_out: Any, d_mean: Any, d_lse: Any, d_near: Any, d_slope: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
+    reach = Reach(*rest[-8:-1])
+    return 2 * multiply_adds(reach, c, k, v, rest[2] is not None, backward=True)
+
+
 def coarse(
     c: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *,
     top: int, tangent: bool, parts: Parts | None = None, shares: Tensor | None = None,
@@ -132,6 +157,12 @@ def _top_keys(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal
 @_top_keys.fake
 def _(q: Tensor, k: Tensor, key_mask: Optional[Tensor], top: int, causal: bool) -> Tensor:
     return q.new_empty((*q.shape[:3], min(top, k.shape[2])), dtype=torch.int64)
+
+
+@_top_keys.flops
+def _(q: Any, k: Any, *_: Any) -> int:
+    b, h, n, d = q
+    return int(2 * b * h * n * k[2] * d)
 
 
 def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int, *, backend: str = "reference") -> Tensor:

@@ -18,6 +18,7 @@ from .. import _backends
 from .._chunks import wide
 from .._op import op
 from ..coarse import Coarse, Reach, coarse
+from ..coarse import multiply_adds as of_centroids
 from ..members import members as sorted_members
 from ..merge import NEVER
 from ..rows import broadcast, take
@@ -80,6 +81,23 @@ def _give_back_fine(ctx: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
 
 
 _fine.gradient(_give_back_fine, _keep_fine)
+
+
+def _of_queries(q: Any, keys: int, e: int, slope: bool, *, backward: bool = False) -> int:
+    """Multiply-adds of the queries over so many keys each, from shapes, which do not tell who has no cluster."""
+    b, h, n, d = q
+    widths = 3 * d + 2 * e if backward else d + e
+    return int(b * h * n * (keys * widths + ((2 if backward else 1) * d * e if slope else 0)))
+
+
+@_fine.flops
+def _(q: Any, keys: Any, values: Any, bias: Any, slope: Any, *_: Any) -> int:
+    return 2 * _of_queries(q, keys[3], values[4], slope is not None)
+
+
+@_fine_backward.flops
+def _(d_out: Any, d_lse: Any, q: Any, keys: Any, values: Any, bias: Any, slope: Any, *_: Any) -> int:
+    return 2 * _of_queries(q, keys[3], values[4], slope is not None, backward=True)
 
 
 # ---------------------------------------------------------------------------------------------------- by kernels
@@ -156,6 +174,28 @@ def _give_back(ctx: Any, d_out: Any, d_lse: Any, *_: Any) -> tuple[Any, ...]:
 
 
 _near_and_far.gradient(_give_back, _keep)
+
+
+def _of_both(
+    q: Any, c: Any, k: Any, v: Any, pi: Any, scale: float, top: int, per: int, begin: int, step: int, parts: int,
+    mass: int, *_: Any, backward: bool = False,
+) -> int:  # fmt: skip
+    """Multiply-adds of coarse and fine."""
+    reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
+    keys = min(top, k[2]) + (0 if MASSES[mass] == "cluster" else parts)
+    slope = pi is not None
+    queries = _of_queries(q, keys, v[3], slope, backward=backward)
+    return of_centroids(reach, c, k, v, slope, backward=backward) + queries
+
+
+@_near_and_far.flops
+def _(q: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
+    return 2 * _of_both(q, c, k, v, *rest[6:])
+
+
+@_near_and_far_backward.flops
+def _(d_out: Any, d_lse: Any, q: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
+    return 2 * _of_both(q, c, k, v, rest[6], *rest[17:], backward=True)
 
 
 # ---------------------------------------------------------------------------------------------------- the verb
