@@ -31,7 +31,7 @@ from .ops.merge import merge
 
 if TYPE_CHECKING:
     from . import hf as hf
-    from . import measure, nn
+    from . import measure, nn, parallel
     from ._plan import Plan
     from .measure.sampled import ErrorReport, error_report
     from .tuning import tune
@@ -45,6 +45,7 @@ _LATER = {
     "hosts": "hosts",
     "measure": "measure",
     "nn": "nn",
+    "parallel": "parallel",
     "tune": "tuning",
 }
 
@@ -80,6 +81,7 @@ __all__ = [
     "merge",
     "method",
     "nn",
+    "parallel",
     "tune",
 ]
 
