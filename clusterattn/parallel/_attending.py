@@ -65,10 +65,10 @@ def coarse(
         chosen_at = torch.where(left, -1, near_at)
         slope = _slope(c, k, v, chosen_at, shares, out, mean_key, lse, ranks, call)
     where = torch.arange(rows * top, device=c.device).view(rows, top).expand(b, h, rows, top)
-    near_keys, near_values = near.flatten(2, 3).split([d, e], -1)
+    flat = near.flatten(2, 3)
     levels = torch.where(real, (wide(c).unsqueeze(3) * wide(near[..., :d])).sum(-1) * call.scale, NEVER)
     found = Coarse(out, lse, mean_key, torch.where(real, where, -1), _logsumexp(levels), slope)
-    return found, near_keys, near_values
+    return found, flat[..., :d], flat[..., d:]
 
 
 def _chosen(scores: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _far(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mean value, mean key and log-weight of every far part over all ranks: own parts, with the proposals that were not
     chosen back in theirs."""
-    (p, e), d = own.out.shape[3:], pairs.shape[-1] - own.out.shape[-1]
+    e, d = own.out.shape[-1], pairs.shape[-1] - own.out.shape[-1]
     part_of = torch.zeros_like(near_at)
     if groups.parts is not None:
         part_of = take(groups.parts.labels.unsqueeze(-1), near_at).squeeze(-1).clamp(min=0)

@@ -41,7 +41,7 @@ def attention(
     query_mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     backend: str = "auto",
     return_lse: bool = False,
     check: bool = True,
@@ -57,7 +57,7 @@ def attention(
     group        a process group, or a DeviceMesh of one dimension; all ranks when left out
     key_mask     bool (b m), query_mask bool (b n), of this rank's share: True = a real token
     causal       is refused: blocks of a causal call follow one another through the ranks, which is not done yet
-    scale, seed, backend, return_lse   as in ``ca.attention``, the same on every rank
+    scale, seed, backend, return_lse   as in ``ca.attention``, the same on every rank; seed a whole number
     check        compare method, shapes and dtype over the ranks first: one more message of a few numbers
     traffic      a ``Traffic`` that counts what this rank sends, forward and backward
 

@@ -78,5 +78,5 @@ class _Sum(torch.autograd.Function):
         return ranks.reduce(x, what)
 
     @staticmethod
-    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor, None, None]:
         return ctx.ranks.reduce(d_total, f"{ctx.what}, backward"), None, None

@@ -58,13 +58,14 @@ def parts(
         theirs = queries.ranks.reduce(rows_at(found.labels.unsqueeze(-1), asked_at), "parts, queries").squeeze(-1)
         spread_at, spreading = keys.draw(call.seed, draw.STREAM_KEYS, spread)
         pool_at, real = _pool(keys, count, method.start, call, _grouping.KEYS[0])
-        both, at = torch.cat([k, v], -1), torch.cat([spread_at, pool_at], -1)
-        both = torch.cat([keys.gather(both, at, "parts, starts and spread"), both], 2)
-        all_keys, all_values = both.split([k.shape[3], v.shape[3]], -1)
+        at, d = torch.cat([spread_at, pool_at], -1), k.shape[3]
+        both = keys.gather(torch.cat([k, v], -1), at, "parts, starts and spread")
+        all_keys, all_values = torch.cat([both[..., :d], k], 2), torch.cat([both[..., d:], v], 2)
         points = call.ops.beside(
             asking, all_keys, all_values, found.means.detach(), theirs, lots(asked, h), lots(spreading, hk)
         )
-        _, pool, points = points.split([spread, pool_at.shape[-1], k.shape[2]], 2)
+        gathered = at.shape[-1]
+        pool, points = points[:, :, spread:gathered], points[:, :, gathered:]
         where, sample = _grouping.Space("euclid", None, None, None), method.sample
         centres = _centres(
             points, pool, real, keys, count, method.steps, method.start, sample, where, call, _grouping.KEYS[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -34,8 +35,7 @@ def inputs(lengths: tuple[list[int], list[int]], heads: tuple[int, int] = (2, 2)
     n, m, (h, hk) = sum(lengths[0]), sum(lengths[1]), heads
     draw = torch.Generator().manual_seed(3)
     q, k, v, up = (
-        torch.randn(2, *shape, generator=draw, dtype=dtype)
-        for shape in ((h, n, 8), (hk, m, 8), (hk, m, 5), (h, n, 5))
+        torch.randn(2, *shape, generator=draw, dtype=dtype) for shape in ((h, n, 8), (hk, m, 8), (hk, m, 5), (h, n, 5))
     )
     return 2 * q + 1, 2 * k - 1, v, up
 
@@ -106,4 +106,107 @@ def test_three_ranks_answer_as_one() -> None:
 
 def test_two_ranks_answer_as_one() -> None:
     lengths = ([50, 45], [30, 65])
-    compare({name: case(method, lengths) for name, method in METHODS.items()}, 2, 1e-10)
+    compare({name: case(METHODS[name], lengths) for name in ("clustered", "improved", "refined")}, 2, 1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------- the protocol
+
+
+REFINED = ca.Refined(top=6, parts=5, slope=True, sample=60, start="random", **FEW)
+
+
+def complaint(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "no complaint"
+
+
+def protocol(rank: int, world: int) -> dict[str, Any]:
+    """Everything that needs two ranks and is no equality in fp64, in one go: starting processes takes seconds."""
+    found: dict[str, Any] = {}
+    call = ca.parallel.attention
+    q, k, v, _ = (x.float() for x in inputs(([40], [40])))
+    found["causal"] = complaint(lambda: call(q, k, v, causal=True))
+    found["method"] = complaint(lambda: call(q, k, v, method="smyrf"))
+    found["other method"] = complaint(lambda: call(q, k, v, method=("improved", "clustered")[rank]))
+    found["other width"] = complaint(lambda: call(q, k, v[..., : 4 + rank]))
+    found["other dtype"] = complaint(lambda: call(*(x.to((torch.float32, torch.float64)[rank]) for x in (q, k, v))))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+    plain = call(q, k, v, method=REFINED)
+    found["mesh"] = torch.equal(call(q, k, v, method=REFINED, group=mesh), plain)
+    found["unchecked"] = torch.equal(call(q, k, v, method=REFINED, check=False), plain)
+    found["none real"] = call(q, k, v, method=REFINED, key_mask=torch.zeros(2, 40, dtype=torch.bool)).abs().max().item()
+    found["no keys"] = call(q, k[:, :, :0], v[:, :, :0], method=REFINED).abs().max().item()
+    half = call(*(x.bfloat16() for x in (q, k, v)), method=REFINED)
+    found["half"] = (half.dtype, (half.float() - plain).abs().mean().item() / plain.abs().mean().item())
+    for length in (150, 400):
+        traffic = ca.parallel.Traffic()
+        q, k, v, up = (x.float() for x in inputs(([length], [length])))
+        answers(call, q, k, v, up, method=REFINED, traffic=traffic)
+        found[length] = traffic
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run(protocol, 2)
+
+
+def test_refusals_name_what_is_wrong(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "causal=False" in found["causal"]
+        assert "clustered family" in found["method"]
+        assert "the same method on every rank" in found["other method"]
+        assert "the same e on every rank" in found["other width"]
+        assert "the same dtype on every rank" in found["other dtype"]
+        assert "rank 1" in found["other method"]
+
+
+def test_meshes_and_unchecked_calls_answer_the_same(two: list[dict[str, Any]]) -> None:
+    assert all(found["mesh"] and found["unchecked"] for found in two)
+
+
+def test_nothing_real_answers_zero(two: list[dict[str, Any]]) -> None:
+    assert [found["none real"] for found in two] == [0.0, 0.0]
+    assert [found["no keys"] for found in two] == [0.0, 0.0]
+
+
+def test_half_precision(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        dtype, error = found["half"]
+        assert dtype == torch.bfloat16
+        assert error < 0.05
+
+
+def test_traffic_does_not_grow_with_the_length(two: list[dict[str, Any]]) -> None:
+    """For given sizes, forward and backward; and near keys and far parts are most of it."""
+    for found in two:
+        short, long = found[150], found[400]
+        assert short.by_what == long.by_what
+        assert (short.sent, short.calls) == (long.sent, long.calls)
+        b, h, c, t, p, d, e = 2, 2, 7, 6, 5, 8, 5
+        near, far = b * h * c * t * (d + e) * 4, b * h * c * p * (1 + d + e) * 4  # two ranks: each number once
+        assert short.by_what["near keys and values"] == short.by_what["near keys and values, backward"] == near
+        assert short.by_what["far parts"] == short.by_what["far parts, backward"] == far
+
+
+def one_dies(rank: int, world: int) -> str:
+    q, k, v, _ = (x.float() for x in inputs(([40], [40])))
+    if rank == 1:
+        os._exit(3)
+    ca.parallel.attention(q, k, v, method=REFINED)
+    return "answered"
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
+    found = run(one_dies, 2, timeout=5.0, check=False)
+    assert found[1] is None
+    assert isinstance(found[0], RuntimeError)
+
+
+def test_a_call_without_a_process_group_is_refused() -> None:
+    q, k, v, _ = inputs(([9], [9]))
+    with pytest.raises(ValueError, match="a process group"):
+        ca.parallel.attention(q, k, v)
