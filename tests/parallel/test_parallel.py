@@ -67,8 +67,8 @@ def many(rank: int, world: int, cases: dict[str, Any]) -> dict[str, list[Tensor]
     return {name: shared_out(rank, world, case) for name, case in cases.items()}
 
 
-def compare(cases: dict[str, Any], world: int, tolerance: float) -> None:
-    found = run(many, world, cases)
+def compare(found: list[dict[str, list[Tensor]]], cases: dict[str, Any], tolerance: float = 1e-10) -> None:
+    """What the ranks found, side by side, with what one process answers."""
     for name, case in cases.items():
         q, k, v, up = case["inputs"]
         wanted = answers(ca.attention, q, k, v, up, method=case["method"], **case["options"])
@@ -101,18 +101,18 @@ def test_three_ranks_answer_as_one() -> None:
     blind = masks(SELF)
     blind["key_mask"][1] = False
     cases["nothing to see"] = case(METHODS["refined"], **blind)
-    compare(cases, 3, 1e-10)
-
-
-def test_two_ranks_answer_as_one() -> None:
-    lengths = ([50, 45], [30, 65])
-    compare({name: case(METHODS[name], lengths) for name in ("clustered", "improved", "refined")}, 2, 1e-10)
+    compare(run(many, 3, cases), cases)
 
 
 # ---------------------------------------------------------------------------------------------------- the protocol
 
 
-REFINED = ca.Refined(top=6, parts=5, slope=True, sample=60, start="random", **FEW)
+REFINED = METHODS["refined"]
+
+
+def two_shares() -> dict[str, Any]:
+    lengths = ([50, 45], [30, 65])
+    return {name: case(METHODS[name], lengths) for name in ("clustered", "improved", "refined")}
 
 
 def complaint(call: Any) -> str:
@@ -125,7 +125,7 @@ def complaint(call: Any) -> str:
 
 def protocol(rank: int, world: int) -> dict[str, Any]:
     """Everything that needs two ranks and is no equality in fp64, in one go: starting processes takes seconds."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"answers": many(rank, world, two_shares())}
     call = ca.parallel.attention
     q, k, v, _ = (x.float() for x in inputs(([40], [40])))
     found["causal"] = complaint(lambda: call(q, k, v, causal=True))
@@ -134,11 +134,15 @@ def protocol(rank: int, world: int) -> dict[str, Any]:
     found["other width"] = complaint(lambda: call(q, k, v[..., : 4 + rank]))
     found["other dtype"] = complaint(lambda: call(*(x.to((torch.float32, torch.float64)[rank]) for x in (q, k, v))))
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
+    square = torch.distributed.device_mesh.init_device_mesh("cpu", (world, 1))
+    found["square mesh"] = complaint(lambda: call(q, k, v, group=square))
     plain = call(q, k, v, method=REFINED)
     found["mesh"] = torch.equal(call(q, k, v, method=REFINED, group=mesh), plain)
     found["unchecked"] = torch.equal(call(q, k, v, method=REFINED, check=False), plain)
     found["none real"] = call(q, k, v, method=REFINED, key_mask=torch.zeros(2, 40, dtype=torch.bool)).abs().max().item()
     found["no keys"] = call(q, k[:, :, :0], v[:, :, :0], method=REFINED).abs().max().item()
+    by_kernels, by_torch = (call(q, k, v, method=METHODS["improved"], backend=one) for one in ("triton", "reference"))
+    found["kernels"] = (by_kernels - by_torch).abs().max().item()
     half = call(*(x.bfloat16() for x in (q, k, v)), method=REFINED)
     found["half"] = (half.dtype, (half.float() - plain).abs().mean().item() / plain.abs().mean().item())
     for length in (150, 400):
@@ -154,6 +158,14 @@ def two() -> list[dict[str, Any]]:
     return run(protocol, 2)
 
 
+def test_two_ranks_answer_as_one(two: list[dict[str, Any]]) -> None:
+    compare([found["answers"] for found in two], two_shares())
+
+
+def test_kernels_answer_as_torch_does(two: list[dict[str, Any]]) -> None:
+    assert all(found["kernels"] < 1e-5 for found in two)
+
+
 def test_refusals_name_what_is_wrong(two: list[dict[str, Any]]) -> None:
     for found in two:
         assert "causal=False" in found["causal"]
@@ -162,6 +174,7 @@ def test_refusals_name_what_is_wrong(two: list[dict[str, Any]]) -> None:
         assert "the same e on every rank" in found["other width"]
         assert "the same dtype on every rank" in found["other dtype"]
         assert "rank 1" in found["other method"]
+        assert "a DeviceMesh of one dimension" in found["square mesh"]
 
 
 def test_meshes_and_unchecked_calls_answer_the_same(two: list[dict[str, Any]]) -> None:
