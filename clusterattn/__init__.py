@@ -13,6 +13,7 @@ from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
 from ._version import __version__
 from .methods import (
     METHODS,
+    Auto,
     Clustered,
     ClusterFormer,
     ClusterFormerState,
@@ -52,6 +53,7 @@ _LATER = {
 __all__ = [
     "METHODS",
     "Attended",
+    "Auto",
     "Buckets",
     "ClusterFormer",
     "ClusterFormerState",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ._errors import bad_type, bad_value
-from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method
-from .methods import MethodSpec
+from ._types import Attended, Call, Clusters, Groups, Mask, Method, Parts
+from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
+from .methods.budgets import Shape
 from .ops import choose
 
-DEFAULT = "refined"
+DEFAULT = "auto"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORDS = {  # SDPA's, and what they are here
     "is_causal": "causal=, which puts the last query beside the last key (SDPA the first beside the first)",
@@ -49,29 +50,33 @@ def attention(
 
     q ``(b h n d)``, k ``(b hk m d)``, v ``(b hk m e)`` -> out ``(b h n e)``; hk divides h (grouped heads).
 
-    method       a method, its name, or "name:key=value,..."
+    method       a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
+                 Refined elsewhere
     key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real
     query_mask   bool (b n), True = a real query; others answer 0
     causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
     scale        of the logits, 1/sqrt(d) by default
     seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
                  A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
-    groups       from ``ca.groups``, instead of making them anew
+    groups       from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
+                 alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
     state        for Routing and ClusterFormer: what the last call returned with return_state=True
     points       for ClusterFormer: the hidden states (b n x) it groups by
-    attn_mask, dropout_p   for Exact alone
+    attn_mask, dropout_p   for Exact alone ("auto" is Exact then)
     return_lse   also return lse (b h n): the log of the total weight behind each answer
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
-    recipe = _filled(recipe, q, k, v, causal)
+    recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))
     call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
     if q.shape[2] == 0 or k.shape[2] == 0:
         return _pack(_nothing(q, v), state, return_lse, return_state)
     wiped = _wipe(q, call.mask.queries), _wipe(k, call.mask.keys), _wipe(v, call.mask.keys)
+    if isinstance(groups, Parts):
+        call, groups = replace(call, parts=_known_parts(recipe, groups, k)), None
     with torch.autocast(q.device.type, enabled=False):
         if groups is None or return_state:
             fresh, state = recipe.group(wiped[0], wiped[1], replace(call, values=wiped[2].detach()))
@@ -87,7 +92,7 @@ def groups(
     k: Tensor,
     v: Tensor | None = None,
     *,
-    method: MethodSpec = DEFAULT,
+    method: MethodSpec = "refined",
     key_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -99,13 +104,14 @@ def groups(
     state: Any = None,
     points: Tensor | None = None,
 ) -> Groups:
-    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make.
+    """Who sits together: Clusters, Buckets, or None for Exact. The same groups that ``attention`` would make with this
+    method ("auto": with Refined).
 
     v is wanted where keys are grouped beside their values: for ``Refined`` with parts.
     """
     recipe = as_method(method)
     q, k, v_ = _cast(q, k, k if v is None else v)
-    recipe = _filled(recipe, q, k, v_, causal)
+    recipe = _filled(recipe, q, k, v_, causal, Refined)
     call = _call(recipe, q, k, v_, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, None, 0.0, state, False, False)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -127,7 +133,7 @@ def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: A
     if q.dim() != 4 or k.dim() != 4:
         return attention(q, k, k, **options)  # type: ignore[no-any-return]  # `attention` will say what is wrong with these
     recipe = as_method(options.pop("method", DEFAULT))
-    recipe = _filled(recipe, q, k, k if v is None else v, options.get("causal", False))
+    recipe = _filled(recipe, q, k, k if v is None else v, options.get("causal", False), _only(**options))
     if v is not None and options.get("groups") is None and recipe.groups_type is not None:
         only = {"attn_mask", "dropout_p", "groups"}
         asked = {name: value for name, value in options.items() if name not in only}
@@ -165,10 +171,28 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Method:
-    """The recipe with its open sizes chosen for this shape; shapes that do not agree are refused later."""
-    (h, n, d), (hk, m), e = q.shape[1:], k.shape[1:3], v.shape[3]
-    return recipe.at(n, m, d, e, causal=bool(causal), group=h // max(hk, 1))
+def _only(
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, groups: Groups = None, **_: Any
+) -> type[Method] | None:
+    """What a call asks for that leaves Auto no choice."""
+    if attn_mask is not None or dropout_p > 0.0:
+        return Exact
+    return None if groups is None else Refined
+
+
+def _filled(
+    recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: type[Method] | None = None
+) -> Method:
+    """The recipe with what it leaves open chosen for this call: Auto's method (``only`` what the call asks for), and
+    sizes. Shapes that do not agree are refused later."""
+    (b, h, n, d), (hk, m), e = q.shape, k.shape[1:3], v.shape[3]
+    causal, group = bool(causal), h // max(hk, 1)
+    if isinstance(recipe, Auto):
+        if only is Exact:
+            return Exact()
+        shape = Shape(n, m, d, e, causal, group)
+        return recipe.refined(shape) if only is Refined else recipe.choose(q.device, q.dtype, b * h, shape)
+    return recipe.at(n, m, d, e, causal=causal, group=group)
 
 
 def _call(
@@ -290,7 +314,7 @@ def _with_extras(
     return replace(call, lse=lse, state=state, keep_state=keep_state, attn_mask=attn_mask, dropout_p=dropout_p)
 
 
-def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> Groups:
+def _known(recipe: Method, groups: Groups, q: Tensor, k: Tensor) -> Groups:
     """Groups handed in by the caller must be of this method's kind and of this call's shape."""
     wanted = recipe.groups_type
     if wanted is None or not isinstance(groups, wanted):
@@ -304,6 +328,17 @@ def _known(recipe: Method, groups: Clusters | Buckets, q: Tensor, k: Tensor) -> 
     if tuple(shape) != tuple(q.shape[:3]):
         raise bad_value(f"groups made for queries {tuple(q.shape[:3])}", tuple(shape), "ca.groups on these q and k")
     return groups
+
+
+def _known_parts(recipe: Method, parts: Parts, k: Tensor) -> Parts:
+    """The parts of these keys, for a method that has as many."""
+    count = getattr(recipe, "parts", 1)
+    if count == 1 or parts.count != count:
+        got = f"{parts.count} parts for {type(recipe).__name__} with {count}"
+        raise bad_value("as many parts as the method has", got, "the method they were made for, sizes given")
+    if tuple(parts.labels.shape) != tuple(k.shape[:3]):
+        raise bad_value(f"parts of keys {tuple(k.shape[:3])}", tuple(parts.labels.shape), "ca.groups on these keys")
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------- in and out

@@ -112,7 +112,7 @@ class Attended:
     lse: Tensor  # (b h n), natural log, fp32 or better
 
 
-Groups = Union[Clusters, Buckets, None]
+Groups = Union[Clusters, Buckets, Parts, None]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class Call:
     keep_state: bool = False
     points: Tensor | None = None
     values: Tensor | None = None  # without gradient: keys are grouped beside their values
+    parts: Parts | None = None  # of the keys, where the caller has them already
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
 

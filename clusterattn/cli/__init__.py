@@ -68,7 +68,7 @@ def main() -> None:
 def build() -> typer.Typer:
     import typer
 
-    from .measured import bench, compare, env
+    from .measured import bench, calibrate, compare, env
     from .pretrained import approximate, tune
 
     app = typer.Typer(
@@ -91,7 +91,7 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for command in (compare, bench, approximate, tune):
+    for command in (compare, bench, calibrate, approximate, tune):
         app.command()(command)
     add_papers(app)
     app.command()(env)

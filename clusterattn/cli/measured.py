@@ -251,6 +251,46 @@ def bench(
             show_bench(found, [path, picture])
 
 
+def calibrate(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: torch's)")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns that both take; the fastest counts.")] = 5,
+) -> None:
+    """Measure where refined overtakes exact attention on this machine: what method="auto" goes by.
+
+    Takes a minute, on a machine that has nothing else to do. The figures are kept in the user's cache folder, for this
+    device (a CPU: with these threads) alone.
+
+    [bold]Examples[/]
+
+      clusterattn calibrate
+
+      clusterattn calibrate --device cuda
+    """
+    with plainly():
+        import torch
+
+        from ..measure.crossings import crossings
+        from ..methods.auto import Auto, keep
+        from ..methods.budgets import Shape
+
+        where = torch.device(device_of(device))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        dtypes = (torch.float32,) if where.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+        with progress() as tick:
+            path = keep(crossings(where, dtypes, repetitions=repetitions, tick=tick))
+        for dtype in dtypes:
+            for causal in (False, True):
+                lengths = [2**i for i in range(7, 21)]
+                shapes = [Shape(n, n, 64, 64, causal) for n in lengths]
+                names = [Auto().choose(where, dtype, 8, shape).name for shape in shapes]
+                first = next((n for n, name in zip(lengths, names, strict=True) if name != "exact"), None)
+                kind = f"{dtype}".removeprefix("torch.") + (", causal" if causal else "")
+                print(f"{kind}, 8 heads of 64: refined " + ("never" if first is None else f"from {first} tokens on"))
+        print(path)
+
+
 def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
     """Versions, devices, and which backend each operation would use here, and why not a faster one."""
     with plainly():

@@ -121,7 +121,7 @@ def tune(
     ] = 0.02,
     out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
     task: TaskName = "hidden",
-    cost: Annotated[str, typer.Option(help="What to save: multiply-adds, or time on this device.")] = "multiply-adds",
+    cost: Annotated[str, typer.Option(help="What to save: time on this device, or multiply-adds.")] = "time",
     heads: Annotated[bool, typer.Option(help="Let heads of one layer differ where it pays.")] = True,
     method: Annotated[
         list[str] | None,

@@ -86,6 +86,12 @@ def show_plan(plan: Plan, written: Sequence[Path]) -> None:
         f"{note['cost_share']:.1%} of exact attention's {note['cost']}",
         highlight=False,
     )
+    if "seconds" in note:
+        exact, tuned = (note["seconds"][name] for name in ("exact", "tuned"))
+        words = f"the model takes {1e3 * tuned:.1f} ms with the plan, {1e3 * exact:.1f} ms with exact attention"
+        rich.print(f"{words}: {exact / tuned:.2f} times as fast", highlight=False)
+        if note["exact_wins"]:
+            rich.print("exact attention wins here: the plan is empty", highlight=False)
     show_written(written)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Union
+
+import torch
 
 from .._errors import bad_type, bad_value
 from .._types import Method
+from ._constant import constant
+from .auto import Auto
 from .clustered import Clustered
 from .clusterformer import ClusterFormer, ClusterFormerState
 from .exact import Exact
@@ -35,14 +40,31 @@ def method(spec: MethodSpec) -> Method:
         raise bad_type(
             "a method instance, its name or its dict", _what(spec), 'method="refined" or method=ca.Refined(...)'
         )
-    name, _, settings = spec.partition(":")
+    if not torch.compiler.is_compiling():
+        return _kept(spec)
+    name, given = _read(spec)
+    return _named(name)(**dict(given))
+
+
+@lru_cache(maxsize=256)
+def _kept(text: str) -> Method:
+    name, given = _read(text)
+    return _named(name)(**dict(given))
+
+
+@constant
+def _read(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The name of a method and the settings that are given in a text, checked."""
+    name, _, settings = text.partition(":")
     given = {}
     for setting in filter(None, settings.split(",")):
         key, equals, value = setting.partition("=")
         if not equals:
             raise bad_value("settings as key=value", repr(setting), f"{name}:{key.strip()}=...")
         given[key.strip()] = _value(value.strip())
-    return _named(name.strip()).from_dict(given)
+    found = _named(name.strip())
+    found.from_dict(given)
+    return found.name, tuple(given.items())
 
 
 def _what(spec: object) -> str:
@@ -50,9 +72,11 @@ def _what(spec: object) -> str:
 
 
 def _named(name: str) -> type[Method]:
+    if name.lower() == Auto.name:  # not a recipe but a choice between two of them
+        return Auto
     found = METHODS.get(name.lower().replace("-", "_"))
     if found is None:
-        raise bad_value(f"a method: one of {', '.join(METHODS)}", repr(name), 'method="refined"')
+        raise bad_value(f"a method: one of {', '.join(METHODS)}, auto", repr(name), 'method="refined"')
     return found
 
 
@@ -68,6 +92,6 @@ def _value(text: str) -> Any:
 
 
 __all__ = [
-    "METHODS", "Clustered", "ClusterFormer", "ClusterFormerState", "Exact", "Improved", "Local", "Method", "MethodSpec",
-    "OracleTop", "Refined", "Reformer", "Routing", "RoutingState", "Smyrf", "method",
+    "METHODS", "Auto", "Clustered", "ClusterFormer", "ClusterFormerState", "Exact", "Improved", "Local", "Method",
+    "MethodSpec", "OracleTop", "Refined", "Reformer", "Routing", "RoutingState", "Smyrf", "method",
 ]  # fmt: skip

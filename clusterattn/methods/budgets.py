@@ -26,11 +26,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ._constant import constant
 from .exact import Exact
 
 if TYPE_CHECKING:
     from .refined import Refined
 
+SIZES = ("clusters", "top", "parts", "slope", "steps")  # of Refined
 Rung = dict[str, Any]  # clusters, top, parts, slope
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ USUAL_CAUSAL = {
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
 CROSS_TOP, CROSS_PARTS = 4, 2
+CROSS_QUERIES = 8  # keys for each query up to which a call is as long as its keys are many
 
 
 def step(length: int) -> int:
@@ -83,6 +88,14 @@ def step(length: int) -> int:
     return size + size // 2 if size + size // 2 <= length else size
 
 
+def step_up(length: int) -> int:
+    """The smallest at or above."""
+    size = 1
+    while size < length:
+        size *= 2
+    return size // 4 * 3 if size // 4 * 3 >= length else size
+
+
 def block(n: int, clusters: int) -> int:
     """Causal blocks: within a block everybody is seen exactly, before it through centroids. n * block against
     n / block * clusters * n multiply-adds are least where they are equal."""
@@ -90,28 +103,63 @@ def block(n: int, clusters: int) -> int:
     return max(64, 1 << (best.bit_length() - 1))
 
 
+def stepped(shape: Shape) -> Shape:
+    """In steps: lengths down, dimensions up, so that no share is larger than it seems."""
+    n, m, d, e = step(shape.n), step(shape.m), step_up(shape.d), step_up(shape.e)
+    return Shape(n, m, d, e, shape.causal, step(shape.group))
+
+
 def fill(method: Refined, shape: Shape) -> Refined:
     """The method with a value for every size: those that are given, and the highest rung that fits beside them."""
-    return _filled(method, replace(shape, n=step(shape.n), m=step(shape.m)))
+    at = stepped(shape)
+    if not torch.compiler.is_compiling():
+        return _filled(method, at)
+    chosen = _plain(method.to_dict(), at.n, at.m, at.d, at.e, at.causal, at.group)
+    return replace(method, **dict(chosen), budget=None)
+
+
+@constant
+def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]:
+    """The chosen sizes as plain values."""
+    from . import method
+
+    filled = _filled(method(settings), Shape(*shape))
+    return tuple((name, getattr(filled, name)) for name in (*SIZES, "start", "sample", "rank", "block"))
 
 
 @lru_cache(maxsize=4096)
 def _filled(method: Refined, at: Shape) -> Refined:
     """Where nothing fits, the lowest rung: a budget of 1 % of 100 tokens is less than one cluster."""
+    if method.budget is None:
+        return _sensible(method, usual(at), at)
+    ladder = [_sensible(method, rung, at) for rung in rungs(at)]
+    ladder = [each for each in ladder if _is_sensible(each, at)] or ladder
+    most = method.budget * Exact().cost(at.n, at.m, at.d, at.e, causal=at.causal)
+    inside = [each for each in ladder if each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) <= most]
+    return inside[-1] if inside else ladder[0]
+
+
+def _sensible(method: Refined, rung: Rung, at: Shape) -> Refined:
+    """With as many of the rung's parts as leave the grouping a third of the work: few queries repay fewer."""
+    for less in range(6):
+        filled = _with(method, {**rung, "parts": max(rung["parts"] >> less, 1)}, at)
+        if _is_sensible(filled, at):
+            break
+    return filled
+
+
+def _is_sensible(method: Refined, at: Shape) -> bool:
     sizes = at.n, at.m, at.d, at.e
-    how: dict[str, Any] = {"causal": at.causal, "group": at.group}
-    ladder = [_with(method, rung, at) for rung in (usual(at) if method.budget is None else rungs(at))]
-    sensible = [each for each in ladder if 3 * each.grouping_cost(*sizes, **how) <= each.cost(*sizes, **how)] or ladder
-    most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **how)
-    return max((each for each in sensible if each.cost(*sizes, **how) <= most), key=ladder.index, default=sensible[0])
+    grouping = method.grouping_cost(*sizes, causal=at.causal, group=at.group)
+    return 3 * grouping <= method.cost(*sizes, causal=at.causal, group=at.group)
 
 
-def usual(at: Shape) -> list[Rung]:
-    """The sizes where no budget is named; before them the same with fewer parts, for keys that few queries share."""
-    length = max(min(at.n, at.m), 1)
+def usual(at: Shape) -> Rung:
+    """The sizes where no budget is named."""
+    # Clusters are paid for by every key: few queries are worth fewer, unless they are not so few.
+    length = at.m if at.m <= CROSS_QUERIES * at.n else min(at.n, at.m)
     table = USUAL_CAUSAL if at.causal else USUAL_SHORT if at.m < DIFFUSE else USUAL_LONG
-    rung = _rung(table[max(each for each in table if each <= length)], at)
-    return [{**rung, "parts": max(rung["parts"] >> less, 1)} for less in (4, 3, 2, 1, 0)]
+    return _rung(table[max(each for each in table if each <= max(length, 1))], at)
 
 
 def rungs(at: Shape) -> list[Rung]:

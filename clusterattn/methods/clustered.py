@@ -114,9 +114,11 @@ class Clustered(Method):
         nobody = torch.full((b, h, n), -1, dtype=torch.int64, device=q.device)
         if blocks <= 1:
             return nobody, nobody, 0
-        width = blocks * self._block
-        x = F.pad(q, (0, 0, 0, width - n)).view(b, h, blocks, self._block, d)
-        valid = F.pad(call.mask.query_rows(q), (0, width - n)).view(b, 1, blocks, self._block)
+        # Rows by their positions, not by padding and slices: those an exported graph holds to "divides or not".
+        at = torch.arange(blocks * self._block, device=q.device)
+        row, mine = at.clamp(max=n - 1), torch.arange(n, device=q.device)
+        x = q.index_select(2, row).view(b, h, blocks, self._block, d)
+        valid = (call.mask.query_rows(q).index_select(1, row) & (at < n)).view(b, 1, blocks, self._block)
         past = self.centroids_from == "past"
         source = slice(0, blocks - 1) if past else slice(1, blocks)
         form = None
@@ -133,7 +135,7 @@ class Clustered(Method):
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
-            return F.pad(labels, (0, 0, before, after), value=-1).view(b, h, width)[..., :n]
+            return F.pad(labels, (0, 0, before, after), value=-1).flatten(2).index_select(2, mine)
 
         members = call.ops.nearest(points, centres)
         if not past and clusters >= self._block:

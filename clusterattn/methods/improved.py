@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Clusters
+from .._types import Attended, Call, Clusters, Parts
 from ..ops._chunks import wide
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
@@ -57,12 +57,16 @@ class Improved(Clustered):
     @property
     def causality(self) -> str:  # type: ignore[override]
         """Parts are made of all keys, later ones among them: they serve no causal call."""
-        return super().causality if self.parts is None or self.parts == 1 else "no"
+        if self.parts is not None and self.parts != 1:
+            return "no"
+        return "strict" if self.centroids_from == "past" else "value"
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         clusters, _ = super().group(q, k, call)
         if self.parts == 1:
             return clusters, None
+        if call.parts is not None:
+            return replace(clusters, parts=self._sorted(call.parts, k, call)), None
         if call.mask.causal:
             raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
         if call.values is None:
@@ -77,10 +81,15 @@ class Improved(Clustered):
     ) -> Attended:
         answer: Attended = call.ops.near_and_far(
             q, groups.means, k, v, groups.labels, call.mask, call.scale,
-            top=self.top, mass=self.mass, detach_mass=self.detach_mass, parts=groups.parts,
+            top=self.top, mass=self.mass, detach_mass=self.detach_mass,
+            parts=groups.parts if call.fresh or groups.parts is None else self._sorted(groups.parts, k, call),
             shares=self._shares(groups, reach[0]) if self.slope else None, blocks=reach, members=groups.members,
         )  # fmt: skip
         return answer
+
+    def _sorted(self, parts: Parts, k: Tensor, call: Call) -> Parts:
+        """Parts from a caller, who may have moved them: sorted anew where kernels read them so."""
+        return replace(parts, members=call.ops.members(parts.labels, parts.count, k))
 
     def _shares(self, groups: Clusters, per: int) -> Tensor:
         """Each cluster's share of the queries, of its own block in a causal call."""

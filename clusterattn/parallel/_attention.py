@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._attention import DEFAULT, FLOATS, _call, _cast, _finish, _nothing, _pack, _wipe
+from .._attention import FLOATS, _call, _cast, _finish, _nothing, _pack, _wipe
 from .._errors import bad_type, bad_value
 from .._types import Call, Mask
 from ..methods import MethodSpec
@@ -35,7 +35,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    method: MethodSpec = DEFAULT,
+    method: MethodSpec = "refined",
     group: dist.ProcessGroup | DeviceMesh | None = None,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
@@ -85,7 +85,7 @@ def attention(
     queries, keys = _shares(q, k, lengths, queries_mask, keys_mask, ranks)
     recipe = recipe.at(queries.length, keys.length, q.shape[3], v.shape[3], group=q.shape[1] // k.shape[1])
     wanted = lengths[0]
-    if queries.length == 0 or keys.length == 0:
+    if q.shape[0] == 0 or queries.length == 0 or keys.length == 0:
         return _pack(_nothing(q[:, :, :wanted], v), None, return_lse, False)
     call = replace(call, mask=Mask(q.shape[2], k.shape[2], keys_mask, queries.valid))
     q, k, v = _wipe(q, queries.valid), _wipe(k, keys_mask), _wipe(v, keys_mask)

@@ -18,11 +18,11 @@ from .._errors import bad_type, bad_value
 from .._extras import need
 from .._files import write_whole
 from .._plan import LayerPlan, Plan
-from .._rows import dumps
+from .._rows import dumps, hardware
 from .._types import Method
 from .._version import __version__
 from ..measure import cost as costs
-from ..measure.speed import interleaved
+from ..measure.speed import interleaved, once
 from ..measure.tasks import real_rows, trunk
 from ..methods import Exact, Local, Refined
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..hf import LayerCall
 
 Output = Callable[[Any, Mapping[str, Tensor]], Tensor]
+BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3)  # shares of exact attention's multiply-adds
 NEAR_BATCHES = 2  # batches on which every candidate answers in every layer
 
 
@@ -69,16 +70,18 @@ def _last(out: Any) -> Tensor:
 
 
 def usual_candidates(shape: costs.Shape, strict: bool = True) -> list[Method]:
-    """Refined from few clusters and keys to many, and Local. Random starts pay on short sequences, where picking starts
-    far apart costs as much as the grouping, and far ones on long sequences; causal layers work by blocks of positions.
-    """
+    """Refined from few clusters and keys to many, with one far part and at several budgets with the usual ones, and
+    Local. Random starts pay on short sequences, where picking starts far apart costs as much as the grouping, and far
+    ones on long sequences; causal layers work by blocks of positions."""
     n, m = shape.n, shape.m
     near = [top for top in (16, 32, 64, 128, 192, 256, 384) if top <= max(m // 2, 16)]
     found: list[Method] = [Local(window=window) for window in near if n == m and window < m]
     if shape.causal:
         source = "past" if strict else "block"
         return found + [
-            Refined(clusters=c, top=t, block=block, steps=2, start="random", centroids_from=source)
+            Refined(
+                clusters=c, top=t, parts=1, slope=False, block=block, steps=2, start="random", centroids_from=source
+            )
             for block in (128, 256)
             for c in (8, 16, 32, 64)
             for t in near
@@ -86,8 +89,9 @@ def usual_candidates(shape: costs.Shape, strict: bool = True) -> list[Method]:
         ]
     few, many = max(8, min(n // 64, 16)), max(16, min(n // 10, 400))
     clusters = sorted({round(few * (many / few) ** (i / 4)) for i in range(5)})
-    return found + [
-        Refined(clusters=c, top=t, steps=steps, start=start)
+    budgets = [Refined(budget=share).at(n, m, shape.d, shape.e, group=shape.group) for share in BUDGETS]
+    return [*found, *dict.fromkeys(budgets)] + [
+        Refined(clusters=c, top=t, parts=1, slope=False, steps=steps, start=start)
         for c in clusters
         for t in near
         for steps, start in ((2, "random"), (3, "far"))
@@ -231,6 +235,29 @@ class Bench:
             return [min(taken[name]) for name in runs]
 
         return self.memory.recall(f"seconds {shape} {_digest([str(each) for each in candidates])}", measure)
+
+    def seconds(self, choice: Mapping[str, LayerPlan], repetitions: int = 3) -> dict[str, float]:
+        """Of the whole model on the first batch, with exact attention and with these methods, in turns."""
+        layers = {name: given for name, given in choice.items() if not is_exact(given)}
+        device = next((each.device for each in self.model.parameters()), torch.device("cpu"))
+        plan = Plan(layers)
+
+        def measure() -> dict[str, float]:
+            taken: dict[str, list[float]] = {"exact": [], "tuned": []}
+            for _ in range(repetitions):
+                for name, times in taken.items():
+                    if name == "tuned" and layers:
+                        self.hf.swap(self.model, plan)
+                    try:
+                        run = partial(self.output, self.model, self.batches[0])
+                        run()
+                        times.append(once(run, device))
+                    finally:
+                        self.hf.restore(self.model)
+            return {name: min(times) for name, times in taken.items()}
+
+        key = f"whole {hardware(device)} {_digest(plan.to_dict()['layers'])}"
+        return dict(self.memory.recall(key, measure))
 
     def error(self, choice: Mapping[str, LayerPlan]) -> float:
         """Of the model's output with these methods in place, all of them at once."""

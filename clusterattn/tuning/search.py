@@ -45,7 +45,7 @@ from .bench import (
     usual_candidates,
 )
 
-COSTS = ("multiply-adds", "time")
+COSTS = ("time", "multiply-adds")
 BISECTIONS = 10
 HEADS_PAY = 0.02  # of a layer's exact cost: what it must save that heads of one layer are treated differently
 PRICES = (-12.0, 12.0)  # powers of ten around the price at which an error as large as the output costs all of attention
@@ -57,7 +57,7 @@ def tune(
     tolerance: float = 0.02,
     *,
     methods: Sequence[MethodSpec] | None = None,
-    cost: str = "multiply-adds",
+    cost: str = "time",
     heads: bool = True,
     strict: bool = True,
     only: str | None = None,
@@ -71,16 +71,19 @@ def tune(
     model      a transformers model; it comes back with exact attention
     batches    keyword arguments of the model: a few that are like what it will see, at the lengths it will see
     tolerance  largest ‖output − exact output‖ / ‖exact output‖ with the whole plan in place, over all real positions
-    methods    candidates; default: Refined from few to many clusters and keys, and Local, as the lengths suggest
-    cost       "multiply-adds" (grouping included), or "time": measured on this device, one method for each layer
+    methods    candidates, with sizes that they leave open chosen for the layer's longest call; default: Refined from
+               few to many clusters, keys and parts, and Local, as the lengths suggest
+    cost       "time": measured on this device, one method for each layer; or "multiply-adds" (grouping included)
     heads      let the heads of a layer have different methods where that saves enough
     strict     causal layers get strictly causal methods alone; False: value-causal ones too, for prefill (docs/laws.md)
     only       a regular expression: layers whose name it does not find stay exact
     output     what is compared, (rows x): ``output(model, batch)``; default: the last hidden states, else the logits
     state      a file to keep measurements in: a run that was interrupted goes on from there
 
-    Layers that no candidate serves inside the tolerance stay exact and are not named in the plan. ``plan.note`` holds
-    the measured error, the share of the cost, and a row for each layer.
+    Layers that no candidate serves inside the tolerance stay exact and are not named in the plan; self- and
+    cross-attention are layers of their own. ``plan.note`` holds the measured error, the share of the cost, a row for
+    each layer, and the measured ``seconds`` of the model with exact attention and with the plan. When time is the cost
+    and the plan is the slower one, exact attention wins: the plan is empty and the note says so.
     """
     shown = [dict(batch) for batch in batches]
     if not shown:
@@ -105,10 +108,15 @@ def tune(
             by_head = heads and cost == "multiply-adds"
             search = Search(bench, float(tolerance), _candidates(methods), by_head, strict, tick)
             choice, error = search.run()
+            seconds = bench.seconds(choice)
+            slower = cost == "time" and seconds["tuned"] >= seconds["exact"]
+            if slower:
+                choice, error = dict.fromkeys(choice, Exact()), 0.0
     finally:
         hf.restore(model)
         model.train(was_training)
-    return search.plan(choice, error, name or getattr(getattr(model, "config", None), "name_or_path", "") or "")
+    label = name or getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    return search.plan(choice, error, seconds, slower, label)
 
 
 def _device(model: torch.nn.Module) -> torch.device:
@@ -122,6 +130,17 @@ def _candidates(given: Sequence[MethodSpec] | None) -> list[Method] | None:
     if not found:
         raise bad_value("at least one candidate method", "none", "methods=None for the usual ones")
     return found
+
+
+def _fitted(given: Sequence[Method], longest: costs.Shape) -> list[Method]:
+    """With the sizes they leave open: what a plan holds is what was measured."""
+    n, m, d, e = longest.n, longest.m, longest.d, longest.e
+    return [
+        each
+        if longest.causal and each.causality == "no"
+        else each.at(n, m, d, e, causal=longest.causal, group=longest.group)
+        for each in given
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- searching
@@ -169,7 +188,7 @@ class Search:
         exact = costs.of_layer(Exact(), 1, layer.shapes)
         layer.candidates = [
             each
-            for each in (usual_candidates(longest, self.strict) if self.given is None else self.given)
+            for each in (usual_candidates(longest, self.strict) if self.given is None else _fitted(self.given, longest))
             if not isinstance(each, Exact)
             and not (each.self_only and crosses)
             and not (longest.causal and each.causality in (("no", "value") if self.strict else ("no",)))
@@ -283,7 +302,9 @@ class Search:
     def _cost(self, choice: Mapping[str, LayerPlan]) -> float:
         return sum(self._layer_cost(layer, choice[name]) for name, layer in self.layers.items())
 
-    def plan(self, choice: Mapping[str, LayerPlan], error: float, name: str) -> Plan:
+    def plan(
+        self, choice: Mapping[str, LayerPlan], error: float, seconds: Mapping[str, float], slower: bool, name: str
+    ) -> Plan:
         text, transformers = need("clusterattn.hf.swap", "hf").text, need("transformers", "hf")
         rows = []
         for layer_name in self.bench.names:
@@ -299,6 +320,8 @@ class Search:
             "error": error,
             "cost": self.bench.cost,
             "cost_share": self._cost(choice) / whole if choice else 1.0,
+            "seconds": dict(seconds),
+            "exact_wins": slower or not any(not is_exact(given) for given in choice.values()),
             "sequences": sum(len(next(iter(batch.values()))) for batch in self.bench.batches),
             "layers": rows,
             "environment": {**environment(_device(self.bench.model)), "transformers": transformers.__version__},

@@ -96,6 +96,69 @@ def test_the_default_compiler_gives_the_same_answers_within_minutes(name: str) -
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@over()
+def test_a_method_may_be_named_inside_a_graph(case: Case) -> None:
+    text = str(case.method)
+    x = draw(case, dtype=torch.float32)
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return ca.attention(*tensors, method=text)
+
+    close(torch.compile(attend, fullgraph=True, backend="eager")(*x.tensors), attend(*x.tensors))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_open_sizes_make_a_graph_for_every_step_of_the_lengths(causal: bool) -> None:
+    """Guards at the steps, 1 024, 1 536, ...: any number of lengths between two of them share a graph."""
+    counter = CompileCounter()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ca.attention(q, k, v, method=ca.Refined(), causal=causal)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for n in (130, 140, 150, 160, 170, 180, 190, 200, 230, 250):
+        x = draw(n=n, m=n, h=2, hk=1, b=1, dtype=torch.float32)
+        close(compiled(*x.tensors), attend(*x.tensors))
+    assert counter.frame_count <= 2
+
+
+class Attending(torch.nn.Module):
+    def __init__(self, method: Any, causal: bool = False) -> None:
+        super().__init__()
+        self.method, self.causal = method, causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = ca.attention(q, k, v, method=self.method, causal=self.causal)
+        return out
+
+
+def export(module: Attending, x: laws.Inputs, least: int, most: int) -> Any:
+    """What the solver of shapes can not prove (that 8 ceil(n / 8) is at least n, say) is checked at run time."""
+    shapes = [{2: torch.export.Dim("length", min=least, max=most)}] * 3
+    return torch.export.export(
+        module, x.tensors, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
+    ).module()
+
+
+@over()
+def test_export_with_a_dynamic_length(case: Case) -> None:
+    for causal in kinds(case) if "-" not in case.name else [False]:
+        x = draw(case, n=43, m=43, b=1, h=2, hk=1, dtype=torch.float32)
+        module = Attending(case.method, causal)
+        exported = export(module, x, 33, 4096)
+        for n in (40, 57, 96):
+            x = draw(case, n=n, m=n, b=1, h=2, hk=1, dtype=torch.float32)
+            close(exported(*x.tensors), module(*x.tensors))
+
+
+@pytest.mark.parametrize("name", ["refined", "auto"])
+def test_open_sizes_are_exported_for_a_step_of_the_lengths(name: str) -> None:
+    x = draw(n=530, m=530, b=1, h=2, hk=1, dtype=torch.float32)
+    exported = export(Attending(name), x, 512, 767)
+    x = draw(n=700, m=700, b=1, h=2, hk=1, dtype=torch.float32)
+    close(exported(*x.tensors), ca.attention(*x.tensors, method=name))
+
+
 def test_state_passes_through_compiled_code() -> None:
     x = draw(n=40, m=40, dtype=torch.float32)
     for method in (ca.Routing(clusters=4, window=10), ca.ClusterFormer(clusters=4)):

@@ -48,7 +48,7 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "seed of another kind": ("seed", lambda: attend(seed="three")),
     "seed in a tensor of another kind": ("int64 tensor", lambda: attend(seed=torch.zeros(2))),
     "unknown backend": ("cuda", lambda: attend(backend="cuda")),
-    "no such kernel": ("Triton", lambda: ca.attention(*(t.double() for t in (Q, K, V)), backend="triton")),
+    "no such kernel": ("Triton", lambda: ca.groups(*(t.double() for t in (Q, K, V)), backend="triton")),
     "unknown method": ("improve", lambda: attend(method="improve")),
     "unknown setting": ("cluster", lambda: attend(method="improved:cluster=3")),
     "setting of another kind": ("clusters", lambda: attend(method="improved:clusters=many")),

@@ -325,5 +325,5 @@ def test_all_answers_come_in_the_order_the_contract_says() -> None:
     assert lse.shape == (2, 4, 29)
     assert state is not None
     assert ca.groups(x.q, x.k, method="exact") is None
-    assert isinstance(ca.groups(x.q, x.k), ca.Clusters)  # the default method is refined
-    laws.same_bits(ca.attention(*x.tensors), ca.attention(*x.tensors, method=ca.Refined()))
+    assert isinstance(ca.groups(*x.tensors), ca.Clusters)  # of Refined
+    laws.same_bits(ca.attention(*x.tensors), ca.attention(*x.tensors, method=ca.Auto()))

@@ -141,6 +141,7 @@ def protocol(rank: int, world: int) -> dict[str, Any]:
     found["unchecked"] = torch.equal(call(q, k, v, method=REFINED, check=False), plain)
     found["none real"] = call(q, k, v, method=REFINED, key_mask=torch.zeros(2, 40, dtype=torch.bool)).abs().max().item()
     found["no keys"] = call(q, k[:, :, :0], v[:, :, :0], method=REFINED).abs().max().item()
+    found["empty batch"] = call(q[:0], k[:0], v[:0]).shape
     by_kernels, by_torch = (call(q, k, v, method=METHODS["improved"], backend=one) for one in ("triton", "reference"))
     found["kernels"] = (by_kernels - by_torch).abs().max().item()
     half = call(*(x.bfloat16() for x in (q, k, v)), method=REFINED)
@@ -184,6 +185,7 @@ def test_meshes_and_unchecked_calls_answer_the_same(two: list[dict[str, Any]]) -
 def test_nothing_real_answers_zero(two: list[dict[str, Any]]) -> None:
     assert [found["none real"] for found in two] == [0.0, 0.0]
     assert [found["no keys"] for found in two] == [0.0, 0.0]
+    assert all(found["empty batch"] == (0, 2, 40, 5) for found in two)
 
 
 def test_half_precision(two: list[dict[str, Any]]) -> None:

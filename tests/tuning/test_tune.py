@@ -51,7 +51,7 @@ def output_error(model, batches, plan):
 
 
 def without_times(plan):
-    return {**plan.to_dict(), "note": {**plan.note, "environment": None}}
+    return {**plan.to_dict(), "note": {**plan.note, "environment": None, "seconds": None}}
 
 
 # ---------------------------------------------------------------- the promise
@@ -59,7 +59,7 @@ def without_times(plan):
 
 @pytest.mark.parametrize("tolerance", [0.3, 0.05])
 def test_the_whole_plan_stays_inside_the_tolerance_and_saves(model, batches, tolerance):
-    plan = ca.tune(model, batches, tolerance)
+    plan = ca.tune(model, batches, tolerance, cost="multiply-adds")
     assert plan.layers
     assert plan.note["error"] <= tolerance
     assert plan.note["error"] == pytest.approx(output_error(model, batches, plan), rel=1e-4)
@@ -80,18 +80,18 @@ def test_the_whole_plan_stays_inside_the_tolerance_and_saves(model, batches, tol
 def test_more_tolerance_never_costs_more_and_none_is_exact(model, batches, tmp_path):
     state = tmp_path / "state"
     shares = [
-        ca.tune(model, batches, tolerance, methods=FEW, state=state).note["cost_share"]
+        ca.tune(model, batches, tolerance, methods=FEW, state=state, cost="multiply-adds").note["cost_share"]
         for tolerance in (0.001, 0.03, 0.1, 0.5)
     ]
     assert shares == sorted(shares, reverse=True)
-    nothing = ca.tune(model, batches, 1e-9, methods=FEW, state=state)
+    nothing = ca.tune(model, batches, 1e-9, methods=FEW, state=state, cost="multiply-adds")
     assert nothing.layers == {}
     assert (nothing.note["error"], nothing.note["cost_share"]) == (0, 1)
     assert all(row["method"] == "exact" for row in nothing.note["layers"])
 
 
 def test_the_plan_can_be_kept_and_used(model, batches, tmp_path):
-    plan = ca.tune(model, batches, 0.2, methods=FEW)
+    plan = ca.tune(model, batches, 0.2, methods=FEW, cost="multiply-adds")
     kept = ca.Plan.load(plan.save(tmp_path / "plan.json"))
     assert kept.layers == plan.layers
     assert kept.note["tolerance"] == 0.2
@@ -102,12 +102,12 @@ def test_the_plan_can_be_kept_and_used(model, batches, tmp_path):
 
 
 def test_layers_can_be_left_out(model, batches):
-    plan = ca.tune(model, batches, 0.3, methods=FEW, only=r"layer\.1\.")
+    plan = ca.tune(model, batches, 0.3, methods=FEW, only=r"layer\.1\.", cost="multiply-adds")
     assert list(plan.layers) == ["encoder.layer.1.attention.self"]
 
 
 def test_one_method_for_a_layer_when_heads_are_not_to_differ(model, batches):
-    plan = ca.tune(model, batches, 0.05, methods=FEW, heads=False)
+    plan = ca.tune(model, batches, 0.05, methods=FEW, heads=False, cost="multiply-adds")
     assert all(isinstance(each, ca.Method) for each in plan.layers.values())
     assert plan.note["error"] <= 0.05
 
@@ -116,16 +116,16 @@ def test_causal_layers_get_strictly_causal_methods_unless_told():
     llama = tiny.llama(sharp=2.0)
     batches = [{"input_ids": torch.randint(60, (1, 250), generator=torch.Generator().manual_seed(0))}]
     candidates = [
-        "refined:clusters=4,top=8,block=32,steps=2,start=random",
-        "refined:clusters=4,top=8,block=32,steps=2,start=random,centroids_from=block",
+        "refined:clusters=4,top=8,parts=1,slope=false,block=32,steps=2,start=random",
+        "refined:clusters=4,top=8,parts=1,slope=false,block=32,steps=2,start=random,centroids_from=block",
         "smyrf:q_seats=16,k_seats=16",
     ]
-    plan = ca.tune(llama, batches, 0.5, methods=candidates, heads=False)
+    plan = ca.tune(llama, batches, 0.5, methods=candidates, heads=False, cost="multiply-adds")
     assert set(plan.layers) <= {"model.layers.0.self_attn", "model.layers.1.self_attn"}
     assert plan.layers
     assert set(plan.layers.values()) == {ca.method(candidates[0])}
     assert plan.note["error"] == pytest.approx(output_error(llama, batches, plan), rel=1e-4)
-    prefill = ca.tune(llama, batches, 0.5, methods=candidates[1:], strict=False, heads=False)
+    prefill = ca.tune(llama, batches, 0.5, methods=candidates[1:], strict=False, heads=False, cost="multiply-adds")
     assert prefill.layers
 
 
@@ -139,7 +139,9 @@ def test_time_is_measured_on_this_device(model, batches):
 
 def test_other_outputs_can_be_judged(batches):
     model = tiny.bert(kind="BertForSequenceClassification")
-    plan = ca.tune(model, batches, 0.3, methods=FEW, output=lambda model, batch: model(**batch).logits)
+    plan = ca.tune(
+        model, batches, 0.3, methods=FEW, output=lambda model, batch: model(**batch, cost="multiply-adds").logits
+    )
     with torch.no_grad():
         truth = torch.cat([model(**batch).logits for batch in batches])
         ca.hf.swap(model, plan)
@@ -152,7 +154,7 @@ def test_an_encoder_decoder_with_nothing_to_decode_is_judged_by_its_encoder(tmp_
 
     model = transformers.WhisperForConditionalGeneration.from_pretrained(tiny.whisper(tmp_path / "whisper"))
     batches = [{"input_features": torch.randn(1, 80, 200, generator=torch.Generator().manual_seed(0))}]
-    plan = ca.tune(model, batches, 0.3, methods=FEW)
+    plan = ca.tune(model, batches, 0.3, methods=FEW, cost="multiply-adds")
     assert plan.layers
     assert all("encoder" in name and "decoder" not in name for name in plan.layers)
 
@@ -165,7 +167,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(model, batches, tmp_path):
-    whole = ca.tune(model, batches, 0.1, methods=FEW)
+    whole = ca.tune(model, batches, 0.1, methods=FEW, cost="multiply-adds")
     passes = []
 
     def output(model, batch):
@@ -184,14 +186,14 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, batches, tmp_path):
         return tick
 
     with pytest.raises(Interrupted):
-        ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state, tick=stop_after(9))
+        ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state, tick=stop_after(9), cost="multiply-adds")
     assert model.config._attn_implementation == "sdpa"  # also when it ends badly
     assert not model.training
     first, passes[:] = len(passes), []
-    resumed = ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state)
+    resumed = ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state, cost="multiply-adds")
     second, passes[:] = len(passes), []
     assert without_times(resumed) == without_times(whole)
-    again = ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state)
+    again = ca.tune(model, batches, 0.1, methods=FEW, output=output, state=state, cost="multiply-adds")
     assert without_times(again) == without_times(whole)
     assert len(passes) == len(batches) < second  # only exact attention is looked at anew
     assert first > len(batches)
@@ -199,18 +201,20 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(model, batches, tmp_path):
 
 def test_steps_are_announced_and_never_exceeded(model, batches):
     seen = []
-    ca.tune(model, batches, 0.1, methods=FEW, tick=lambda text, total: seen.append((text, total)))
+    ca.tune(model, batches, 0.1, methods=FEW, tick=lambda text, total: seen.append((text, total)), cost="multiply-adds")
     assert len(seen) <= seen[-1][1]
     assert any("encoder.layer.0" in text for text, _ in seen)
 
 
 def test_measurements_of_another_model_are_not_mixed_in(model, batches, tmp_path):
     state = tmp_path / "state"
-    ca.tune(model, batches, 0.1, methods=FEW, state=state)
+    ca.tune(model, batches, 0.1, methods=FEW, state=state, cost="multiply-adds")
     before = json.loads(state.read_text())["fingerprint"]
     other = tiny.bert(seed=1)
-    fresh = ca.tune(other, batches, 0.1, methods=FEW)
-    assert without_times(ca.tune(other, batches, 0.1, methods=FEW, state=state)) == without_times(fresh)
+    fresh = ca.tune(other, batches, 0.1, methods=FEW, cost="multiply-adds")
+    assert without_times(ca.tune(other, batches, 0.1, methods=FEW, state=state, cost="multiply-adds")) == without_times(
+        fresh
+    )
     assert json.loads(state.read_text())["fingerprint"] != before
 
 
@@ -263,6 +267,28 @@ def test_the_usual_candidates_span_the_costs(shape):
         assert any(each.causality == "value" for each in usual_candidates(shape, strict=False))
 
 
+def test_the_time_of_the_model_is_measured_and_exact_may_win(model, batches, monkeypatch):
+    """By time, a plan that makes the model slower is no plan."""
+    from clusterattn.tuning.bench import Bench
+
+    for tuned, wins in ((2.0, True), (0.5, False)):
+        monkeypatch.setattr(Bench, "seconds", lambda self, choice, tuned=tuned: {"exact": 1.0, "tuned": tuned})
+        plan = ca.tune(model, batches, 0.5, methods=["local:window=2"], cost="multiply-adds")
+        assert plan.note["seconds"] == {"exact": 1.0, "tuned": tuned}
+        assert plan.layers
+        by_time = ca.tune(model, batches, 0.5, methods=["local:window=2"])
+        assert by_time.note["cost"] == "time"
+        if wins:
+            assert by_time.layers == {}
+            assert by_time.note["exact_wins"]
+
+
+def test_plans_hold_the_sizes_that_were_measured(model, batches):
+    plan = ca.tune(model, batches, 0.5, methods=["refined"], cost="multiply-adds", heads=False)
+    assert plan.layers
+    assert all(each.clusters is not None for each in plan.layers.values())
+
+
 # ---------------------------------------------------------------- refusals and the command
 
 
@@ -271,7 +297,7 @@ def test_the_usual_candidates_span_the_costs(shape):
     [
         ({"tolerance": 0.0}, "tolerance between 0 and 1"),
         ({"tolerance": True}, "tolerance between 0 and 1"),
-        ({"cost": "money"}, "multiply-adds, time"),
+        ({"cost": "money"}, "time, multiply-adds"),
         ({"methods": []}, "at least one candidate"),
         ({"methods": ["nosuch"]}, "nosuch"),
         ({"only": "nothing"}, "ca.hf.layers(model)"),
@@ -287,7 +313,7 @@ def test_bad_words_are_refused(model, batches, options, said):
 def test_a_state_file_that_is_none_is_refused(model, batches, tmp_path):
     (tmp_path / "state").write_text("no state")
     with pytest.raises(ValueError, match="removing it"):
-        ca.tune(model, batches, 0.1, methods=FEW, state=tmp_path / "state")
+        ca.tune(model, batches, 0.1, methods=FEW, state=tmp_path / "state", cost="multiply-adds")
 
 
 def test_the_command_writes_a_plan_and_its_state(tmp_path):
@@ -304,6 +330,7 @@ def test_the_command_writes_a_plan_and_its_state(tmp_path):
     data.write_text(tiny.text(600))
     candidates, inside = [word for each in FEW for word in ("--method", each)], ("--tolerance", 0.1)
     words = ("tune", folder, "--data", data, "--length", 128, "--limit", 2, *candidates, "--out", out, *inside)
+    words = (*words, "--cost", "multiply-adds")
     shown = run(*words)
     assert shown.exit_code == 0, shown.output
     plan = ca.Plan.load(out)
@@ -311,6 +338,7 @@ def test_the_command_writes_a_plan_and_its_state(tmp_path):
     assert plan.note["model"] == folder
     assert "encoder.layer.0.attention.self" in shown.stdout
     assert re.search(r"\(tolerance 0\.1\) with [\d.]+% of exact attention's multiply-adds", shown.stdout)
+    assert re.search(r"the model takes [\d.]+ ms with the plan, [\d.]+ ms with exact attention", shown.stdout)
     assert (tmp_path / "plan.json.state").is_file()
     told = json.loads(run(*words, "--json").stdout)
     assert told["layers"] == plan.to_dict()["layers"]
