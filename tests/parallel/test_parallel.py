@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run
 from torch import Tensor
 
 import clusterattn as ca
-from tests.parallel.ranks import run
 
 FEW = {"clusters": 7, "steps": 3}
 METHODS = {
