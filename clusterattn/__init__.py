@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from ._attention import attention, attention_matrix, groups
 from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
-from ._version import __version__
 from .methods import (
     METHODS,
     Auto,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 # loaded when first used: name -> the module that has it, or that it is
 _LATER = {
+    "__version__": "_version",
     "ErrorReport": "measure.sampled",
     "Plan": "_plan",
     "error_report": "measure.sampled",

@@ -105,7 +105,9 @@ def bench(
                 "environment": around,
             }
             for name in (PEER, *map(str, methods)):
-                measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
+                measured: dict[str, Any] = {"failed": wrong.get(name)}
+                if name not in wrong:
+                    measured = {**_per_token(name, taken, held, batch * n)}
                 measured["error"] = errors.get(name)
                 yield {"theme": "bench", "method": name, **measured, **shared}
 

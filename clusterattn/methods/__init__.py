@@ -9,8 +9,8 @@ import torch
 
 from .._errors import asked, bad_type, bad_value, meant
 from .._types import Method
-from ._constant import constant
 from .auto import Auto
+from .budgets import constant
 from .clustered import Clustered
 from .clusterformer import ClusterFormer, ClusterFormerState
 from .exact import Exact

@@ -15,8 +15,7 @@ import torch
 from .._errors import bad_value
 from .._types import Call, Clusters, Groups, Method
 from . import budgets
-from ._constant import constant
-from .budgets import Shape
+from .budgets import Shape, constant
 from .exact import Exact
 from .refined import Refined
 

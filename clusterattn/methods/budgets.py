@@ -22,13 +22,13 @@ CAUSAL   blocks make every slope and part anew, so near keys pay and nothing els
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ._constant import constant
 from .exact import Exact
 
 if TYPE_CHECKING:
@@ -36,6 +36,15 @@ if TYPE_CHECKING:
 
 SIZES = ("clusters", "top", "parts", "slope", "steps")  # of Refined
 Rung = dict[str, Any]  # clusters, top, parts, slope
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def constant(function: F) -> F:
+    """Mark a pure function of plain values with plain values as its result: the compiler calls it while it traces,
+    instead of tracing it. As ``torch.compiler.assume_constant_result``, which would import the whole compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -13,8 +13,7 @@ from .._errors import bad_value
 from . import _backends, beside, bucketed, coarse, draw, fine, hashing, kmeans, members, merge, rows, tables
 from ._backends import Backend, Served, add
 from ._jit import why_no_kernels
-from ._reference import BY_TORCH
-from ._triton import TRITON
+from ._served import BY_TORCH, TRITON
 
 __all__ = [
     "VERBS", "Backend", "Ops", "Served", "add", "beside", "bucketed", "choose", "coarse", "draw", "fine", "hashing",

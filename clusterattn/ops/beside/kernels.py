@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 
 
@@ -21,18 +21,18 @@ def view_kernel(
     keys and the values, and the spread of the values. heads: of the keys."""
     lead = tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, lead % heads
-    dims, values, ways, some = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR), tl.arange(0, BS)
+    dims, values, ways, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR), tl.arange(0, BS)
     wide, long, r = dims < d, values < e, s * group
     for one in range(group):
         mine = head * group + one
-        at = tl.load(QUERIES_AT + batch * sab + mine * sah + some, mask=some < s, other=-1)
+        at = tl.load(QUERIES_AT + batch * sab + mine * sah + slots, mask=slots < s, other=-1)
         label = tl.load(LABELS + (batch * heads * group + mine) * n + at, mask=at >= 0, other=-1)
         there = (label >= 0)[:, None] & wide[None, :]
         q = tl.load(Q + batch * sqb + mine * sqh + at[:, None] * sqn + dims[None, :], mask=there, other=0.0)
         row = (batch * heads * group + mine) * c + label
         apart = q.to(tl.float32) - tl.load(MEANS + row[:, None] * d + dims[None, :], mask=there, other=0.0)
-        to = (lead * r + one * s + some)[:, None] * d + dims[None, :]
-        tl.store(VIEW + to, apart, mask=(some < s)[:, None] & wide[None, :])
+        to = (lead * r + one * s + slots)[:, None] * d + dims[None, :]
+        tl.store(VIEW + to, apart, mask=(slots < s)[:, None] & wide[None, :])
     tl.debug_barrier()
     place = (lead * r + ways)[:, None] * d + dims[None, :]
     view = tl.load(VIEW + place, mask=(ways < r)[:, None] & wide[None, :], other=0.0)
@@ -87,14 +87,6 @@ def beside_kernel(
     v = tl.load(V + batch * svb + head * svh + at * svm + values[None, :], mask=of_v, other=0.0).to(tl.float32)
     v = (v - tl.load(centres + d + values, mask=values < e, other=0.0)[None, :]) / tl.load(centres + d + e)
     tl.store(OUT + to + r + values[None, :], v.to(OUT.dtype.element_ty), mask=of_v)
-
-
-def why_not(k: Tensor, v: Tensor, queries_at: Tensor) -> str | None:
-    if v.shape[-1] > 256:
-        return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
-    if 0 in k.shape or 0 in v.shape or 0 in queries_at.shape:
-        return "there is nothing to launch for an empty tensor"
-    return why_no_kernels(k)
 
 
 def beside(

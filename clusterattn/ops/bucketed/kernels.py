@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .lists import gather_sum, join_lists, seat_lists
 
 if TYPE_CHECKING:
     from .reference import Seating
 
-__all__ = ["forward", "gather_sum", "why_not"]
+__all__ = ["forward", "gather_sum"]
 
 LOG2E = 1.4426950408889634
 ONCE, BY_POSITION, BY_SEAT = 0, 1, 2  # where a seat's answer goes: straight out, to its round's copy, to a seat's row
@@ -184,14 +184,6 @@ def join_kernel(
         mask=here[:, None] & (values < e)[None, :],
     )
     tl.store(LSE + to, lse, mask=here)
-
-
-def why_not(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor) -> str | None:
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape or 0 in queries.shape or 0 in keys.shape:
-        return "there is nothing to launch for an empty tensor"
-    if v.shape[-1] > 256:
-        return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
-    return why_no_kernels(q)
 
 
 def arguments(

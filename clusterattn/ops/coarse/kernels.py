@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl, why_no_kernels
+from .._jit import jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .near import _limit, select
@@ -174,14 +174,6 @@ def join_kernel(
     tl.store(NEAR_LSE + lead * near_rows + row, _natural(near_total, near_level), mask=row < near_rows)
 
 
-def why_not(c: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if v.shape[-1] > 256:
-        return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
-    if 0 in c.shape or 0 in k.shape or 0 in v.shape:
-        return "there is nothing to launch for an empty tensor"
-    return why_no_kernels(k)
-
-
 @dataclass(frozen=True)
 class Far:
     """What the centroids found, as kernels hold it: the rows of a part follow each other."""
@@ -198,8 +190,8 @@ class Far:
 def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
     d, e = power(k.shape[-1]), power(v.shape[-1])
-    room = (d + e) * k.element_size()
-    return {"BC": min(128 if room <= 256 else 64 if room <= 512 else 32, power(clusters)), "BM": 64, "BD": d, "BE": e}
+    width = (d + e) * k.element_size()
+    return {"BC": min(128 if width <= 256 else 64 if width <= 512 else 32, power(clusters)), "BM": 64, "BD": d, "BE": e}
 
 
 def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:

@@ -16,7 +16,7 @@ block j sees the first ``first + j * step`` keys. per = 0: every row sees every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -186,7 +186,8 @@ def forward(
     if part_of is None or c.shape[0] <= 1:
         return _forward(c, k, v, key_mask, part_of, pi, reach)
     # How many tiles the parts fill depends on the keys: no sequence may feel another's.
-    found = [_forward(*each, reach) for each in _by_sequence(c, k, v, key_mask, part_of, pi)]
+    alone: Callable[..., Found] = _forward
+    found = [alone(*each, reach) for each in _by_sequence(c, k, v, key_mask, part_of, pi)]
     return Found(*(torch.cat([getattr(each, field.name) for each in found]) for field in fields(Found)))
 
 
@@ -289,8 +290,9 @@ def backward(
     if part_of is None or c.shape[0] <= 1:
         return _backward(given, c, k, v, key_mask, part_of, pi, found, reach)
     asked, seen = ([getattr(x, field.name) for field in fields(x)] for x in (given, found))
+    alone: Callable[..., tuple[Tensor, Tensor, Tensor]] = _backward
     gradients = [
-        _backward(Gradients(*each[:5]), *each[5:11], Found(*each[11:]), reach)
+        alone(Gradients(*each[:5]), *each[5:11], Found(*each[11:]), reach)
         for each in _by_sequence(*asked, c, k, v, key_mask, part_of, pi, *seen)
     ]
     dc, dk, dv = (torch.cat(each) for each in zip(*gradients, strict=True))

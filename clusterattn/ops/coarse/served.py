@@ -12,12 +12,6 @@ from .kernels import Far
 from .reference import Found, Gradients, Reach
 
 
-def why_not(c: Tensor, k: Tensor, v: Tensor, parts: int, slope: bool) -> str | None:
-    if parts > 1 or slope:
-        return "by itself coarse has kernels for one part and no slope"
-    return kernels.why_not(c, k, v)
-
-
 def forward(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, pi: Tensor | None, reach: Reach
 ) -> tuple[Found, Tensor]:

@@ -52,10 +52,10 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
         total = total * tl.exp(highest - level) + tl.sum(tl.exp(lse - level[None, :]), 0)
         highest = new
     pi = tl.load(PI + lead * rows + row, mask=here, other=0.0)
-    some = (total > 0) & (pi > 0)
+    there = (total > 0) & (pi > 0)
     level = tl.where(highest == float("-inf"), 0.0, highest) * 1.4426950408889634
-    level += tl.log2(tl.where(some, total, 1.0)) - tl.log2(tl.where(some, pi, 1.0))
-    tl.store(LEVEL + lead * rows + row, tl.where(some, level, float("inf")), mask=here)
+    level += tl.log2(tl.where(there, total, 1.0)) - tl.log2(tl.where(there, pi, 1.0))
+    tl.store(LEVEL + lead * rows + row, tl.where(there, level, float("inf")), mask=here)
 
 
 @jit
@@ -128,8 +128,8 @@ def slope_kernel(
 
 def _sizes(keys: Arranged) -> dict[str, Any]:
     d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
-    room = (d + e) * keys.k.element_size()
-    return {"BM": 64 if room <= 512 else 32, "BD": d, "BE": e}
+    width = (d + e) * keys.k.element_size()
+    return {"BM": 64 if width <= 512 else 32, "BD": d, "BE": e}
 
 
 def levels(lse: Tensor, pi: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .._jit import HAVE_TRITON
 from .._op import op
-from . import kernels
 
 Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
 
@@ -48,6 +47,8 @@ def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
 @op("bits")
 def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(counter):
+        from . import kernels  # Triton's, where there is a GPU
+
         return kernels.bits(counter, number, stream, holder)
     counter, seed = counter.to(torch.int64), number if holder is None else holder
     x = _mix((counter + (seed & _LOW)) & _LOW)
@@ -91,6 +92,8 @@ def _stratified_among(
     holder: Optional[Tensor] = None,
 ) -> Tensor:  # fmt: skip
     if _in_one_launch(valid):
+        from . import kernels  # Triton's, where there is a GPU
+
         return kernels.stratified_among(valid, number, stream, most, wanted, holder)
     seen = valid.cumsum(-1)
     total = seen[..., -1:] if valid.shape[-1] else seen.sum(-1, keepdim=True)
@@ -125,6 +128,8 @@ def stratified_among(valid: Tensor, seed: Seed, stream: int, most: int, wanted: 
 @op("stratified")
 def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(like):
+        from . import kernels  # Triton's, where there is a GPU
+
         return kernels.stratified(n, number, stream, most, like.device, holder)
     lot = torch.arange(most, device=like.device)
     if n <= most:

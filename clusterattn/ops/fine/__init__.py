@@ -22,7 +22,6 @@ from ..coarse import multiply_adds as of_centroids
 from ..members import members as sorted_members
 from ..merge import NEVER
 from ..rows import broadcast, take
-from . import reference
 
 MASSES = ("softmax", "tangent", "cluster")  # how the far part weighs, see Improved; the ops count them
 
@@ -35,6 +34,8 @@ def _fine(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
     scale: float, near: int, per: int,
 ) -> _Pair:  # fmt: skip
+    from . import reference
+
     return reference.forward(q, labels, reference.Offer(keys, values, bias, near, slope, c, per), scale)
 
 
@@ -50,6 +51,8 @@ def _fine_backward(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
     out: Tensor, lse: Tensor, scale: float, near: int, per: int,
 ) -> _Six:  # fmt: skip
+    from . import reference
+
     offer = reference.Offer(keys, values, bias, near, slope, c, per)
     d_out = torch.zeros_like(out) if d_out is None else d_out
     dq, dc, dk, dv, db, ds = reference.backward(d_out, d_lse, q, labels, offer, out, lse, scale)

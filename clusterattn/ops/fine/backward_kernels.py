@@ -12,7 +12,7 @@ from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
-from .kernels import CLUSTER, LOG2E, TANGENT, Settings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
+from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
 @jit
@@ -243,7 +243,7 @@ def d_slope_kernel(
 def backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
     labels: Tensor, order: Tensor, first: Tensor, part_order: Tensor | None, part_first: Tensor | None,
-    pi: Tensor | None, out: Tensor, lse: Tensor, share: Tensor, found: Far, settings: Settings,
+    pi: Tensor | None, out: Tensor, lse: Tensor, share: Tensor, found: Far, settings: FineSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     keys, reach, mass = arrange(k, v, keep, part_order, part_first), settings.reach, settings.mass
     plain, q, k, v, dy = c.to(k.dtype).contiguous(), rows(q), keys.k, keys.v, rows(d_out.to(v.dtype))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._types import Parts
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, rows, tl
 from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
@@ -152,22 +151,8 @@ def _slope(SLOPE, lead, which, c, per, dims, values, d, e):
     )  # fmt: skip
 
 
-def why_not(
-    q: Tensor, k: Tensor, v: Tensor, clusters: int, parts: Parts | None, slope: bool, causal: bool
-) -> str | None:
-    if v.shape[-1] > 256:
-        return f"kernels hold value dimensions up to 256, this one is {v.shape[-1]}"
-    if 0 in q.shape or 0 in k.shape or 0 in v.shape or not clusters:
-        return "there is nothing to launch for an empty tensor"
-    if clusters > 8190 or (parts is not None and parts.count > 4096):
-        return f"kernels count up to 8190 clusters and 4096 parts, there are {clusters} and {parts and parts.count}"
-    if slope and causal:
-        return "the slope's kernels know one block, causal calls have many"
-    return why_no_kernels(q)
-
-
 @dataclass(frozen=True)
-class Settings:
+class FineSettings:
     """Of one call of near_and_far, besides its tensors."""
 
     reach: Reach
@@ -192,7 +177,7 @@ def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int)
 
 def forward(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor, first: Tensor,
-    part_order: Tensor | None, part_first: Tensor | None, pi: Tensor | None, settings: Settings,
+    part_order: Tensor | None, part_first: Tensor | None, pi: Tensor | None, settings: FineSettings,
 ) -> tuple[Tensor, Tensor, Tensor, coarse.Far, Arranged]:  # fmt: skip
     """out, lse, each query's share of far attention (for backward, where there is a slope), and what coarse found."""
     keys, reach = arrange(k, v, keep, part_order, part_first), settings.reach

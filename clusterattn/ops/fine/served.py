@@ -7,9 +7,7 @@ from torch import Tensor
 from ..coarse.kernels import Far
 from ..coarse.reference import Reach
 from . import backward_kernels, kernels
-from .kernels import Settings
-
-why_not = kernels.why_not
+from .kernels import FineSettings
 
 
 def forward(
@@ -17,7 +15,7 @@ def forward(
     part_order: Tensor | None, part_first: Tensor | None, pi: Tensor | None, reach: Reach, mass: int, detach: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out, lse, share, far, _ = kernels.forward(
-        q, c, k, v, keep, order, first, part_order, part_first, pi, Settings(reach, mass, detach)
+        q, c, k, v, keep, order, first, part_order, part_first, pi, FineSettings(reach, mass, detach)
     )
     return out, lse, share, far.out, far.mean_key, far.lse, far.near_lse, far.near_at, far.bits, far.slope
 
@@ -30,5 +28,5 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return backward_kernels.backward(
         d_out, d_lse, q, c, k, v, keep, labels, order, first, part_order, part_first, pi, out, lse, share, Far(*far),
-        Settings(reach, mass, detach),
+        FineSettings(reach, mass, detach),
     )  # fmt: skip

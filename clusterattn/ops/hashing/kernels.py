@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import draw
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..draw import kernels as draw_kernels
 
@@ -194,16 +194,6 @@ def unit_kernel(X, DY, OUT, n, d, heads, sxb, sxh, sxn, BACKWARD: tl.constexpr, 
         along = tl.where(norm > 1e-12, tl.sum(out * dy, 1), 0.0)
         out = (dy - out * along[:, None]) / safe[:, None]
     tl.store(OUT + to, out.to(OUT.dtype.element_ty), mask=mask)
-
-
-def why_not(*tensors: Tensor) -> str | None:
-    for x in tensors:
-        if 0 in x.shape:
-            return "there is nothing to launch for an empty tensor"
-        reason = why_no_kernels(x)
-        if reason is not None:
-            return reason
-    return None
 
 
 def _flags(valid: Tensor | None, like: Tensor) -> Tensor:

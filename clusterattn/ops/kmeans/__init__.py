@@ -19,7 +19,6 @@ from .._backends import REFERENCE, serving
 from .._chunks import wide
 from .._op import op
 from ..rows import broadcast
-from . import kernels
 
 
 @dataclass(frozen=True)
@@ -189,6 +188,16 @@ def _three(at: Tensor | None, lead: torch.Size) -> Tensor | None:
     return at if len(lead) == 2 else at.flatten(1, -2)
 
 
+def padded(bits: int) -> int:
+    """Codes by kernels fill whole 16-byte words: zeros follow, and change no product."""
+    return (bits + 15) // 16 * 16
+
+
+def dtype_of_codes(x: Tensor) -> torch.dtype:
+    """Of codes by kernels: signs are exact in half precision, whose products run on tensor cores."""
+    return torch.float16 if x.dtype == torch.float32 else x.dtype
+
+
 @op("codes")
 def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor], backend: str) -> Tensor:
     found: Tensor = _backends.function("codes", backend)(x, planes, thresholds)
@@ -197,7 +206,7 @@ def _codes(x: Tensor, planes: Tensor, thresholds: Optional[Tensor], backend: str
 
 @_codes.fake
 def _(x: Tensor, planes: Tensor, thresholds: Optional[Tensor], backend: str) -> Tensor:
-    return x.new_empty((*x.shape[:3], kernels.padded(planes.shape[1])), dtype=kernels.dtype_of_codes(x))
+    return x.new_empty((*x.shape[:3], padded(planes.shape[1])), dtype=dtype_of_codes(x))
 
 
 def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str = "reference") -> Tensor:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl, why_no_kernels
+from .._jit import jit, power, precision, rows, tl
 from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
+from . import dtype_of_codes, padded
 from .far_kernels import far
 from .reference import FEW, rows_at
 from .train_kernels import move, seen_by, train
@@ -44,15 +45,6 @@ def codes_kernel(
         OUT + (lead * n + at)[:, None] * width + bit[None, :], sign.to(OUT.dtype.element_ty),
         mask=(at < n)[:, None] & (bit < width)[None, :],
     )  # fmt: skip
-
-
-def padded(bits: int) -> int:
-    return (bits + 15) // 16 * 16
-
-
-def dtype_of_codes(x: Tensor) -> torch.dtype:
-    """Signs are exact in half precision, whose products run on tensor cores."""
-    return torch.float16 if x.dtype == torch.float32 else x.dtype
 
 
 def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
@@ -181,10 +173,6 @@ def start_kernel(
             tl.store(wiped, tl.zeros((BC,), tl.int64), mask=which < picks)
 
 
-def why_not(points: Tensor) -> str | None:
-    return why_no_kernels(points)
-
-
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
@@ -233,10 +221,6 @@ def member_sums(x: Tensor, order: Tensor, first: Tensor, dtype: torch.dtype, mea
     (b, h, _, d), c = x.shape, first.shape[1] - 2
     out, total = _add_up(*member_kernels.sums(x, order, first), dtype, mean)
     return out.view(b, h, c, d), total.view(b, h, c)
-
-
-def why_not_means(x: Tensor, members: object) -> str | None:
-    return why_not(x) if members is not None else "the members are not sorted"
 
 
 def means(x: Tensor, member_of: Tensor, order: Tensor, first: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, rows, tl, why_no_kernels
+from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch, workspace
 
 STRETCH = 512
-MOST = 8190  # clusters that one program counts
 
 
 @jit
@@ -62,14 +61,6 @@ def place_kernel(LABELS, BEGIN, ORDER, n, c, stretches, BN: tl.constexpr):
     home, row = sorted_rows // BN, sorted_rows % BN
     begin = tl.load(BEGIN + (lead * stretches + stretch) * (c + 1) + home, mask=home <= c, other=0)
     tl.store(ORDER + lead * n + begin + at, stretch * BN + row, mask=home <= c)
-
-
-def why_not(labels: Tensor, clusters: int, q: Tensor) -> str | None:
-    if 0 in labels.shape or not clusters:
-        return "there is nothing to launch for an empty tensor"
-    if clusters > MOST:
-        return f"kernels count up to {MOST} clusters, there are {clusters}"
-    return why_no_kernels(q)
 
 
 def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
