@@ -86,8 +86,9 @@ def verbs(x: Inputs, backend: str) -> Iterator[tuple[str, Run]]:
     yield "covariance", lambda: ops.covariance(x.k, None, h, at=train_at)
     yield "farthest", lambda: ops.farthest(x.q, pool_at, x.clusters, form=form)
     for updates in (1, 4):
-        yield f"kmeans:{updates}", lambda updates=updates: ops.kmeans(
-            x.q, None, start_at, train_at=train_at, updates=updates, form=form
+        yield (
+            f"kmeans:{updates}",
+            lambda updates=updates: ops.kmeans(x.q, None, start_at, train_at=train_at, updates=updates, form=form),
         )
     yield "kmeans:all", lambda: ops.kmeans(x.q, None, start_at, updates=1)
     yield "nearest", lambda: ops.nearest(x.q, centres)

@@ -106,8 +106,7 @@ def bench(
             }
             for name in (PEER, *map(str, methods)):
                 measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
-                measured["error"] = errors.get(name)
-                yield {"theme": "bench", "method": name, **measured, **shared}
+                yield {"theme": "bench", "method": name, **measured, "error": errors.get(name), **shared}
 
 
 def _errors(sample: Sample, methods: Sequence[Method], causal: bool, seed: int) -> dict[str, float]:

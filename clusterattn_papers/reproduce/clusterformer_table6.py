@@ -113,7 +113,7 @@ class Table6(Experiment):
         """Accuracy against k, ours with the spread over seeds, the paper's hollow."""
         colours = dict(zip(SAYS, ("#009E73", "#0072B2", "#56B4E9", "#D55E00", "#B0A8A0"), strict=True))
         with plots.rules():
-            figure = plots.canvas(7.2, 4.6)
+            figure = plots.canvas(9.2, 4.6)
             axis = figure.subplots()
             for method in config.methods:
                 ours = {k: found for k in config.clusters if (found := chosen(rows, "accuracy", method=method, k=k))}
@@ -136,7 +136,7 @@ class Table6(Experiment):
             axis.plot([], [], "s", mfc="none", mec="#555555", ms=8, label="the paper's")
             axis.set(xlabel="clusters", ylabel="accuracy on test images (%)", title="Clusters that vote on MNIST")
             axis.grid(True)
-            axis.legend()
+            figure.legend(loc="outside right upper")
             return plots.as_png(figure)
 
     def differences(self, config: MnistConfig) -> list[str]:
