@@ -32,7 +32,7 @@ from .ops.merge import merge
 
 if TYPE_CHECKING:
     from . import hf as hf
-    from . import measure, nn
+    from . import measure, nn, parallel
     from ._plan import Plan
     from .measure.sampled import ErrorReport, error_report
     from .tuning import tune
@@ -46,6 +46,7 @@ _LATER = {
     "hosts": "hosts",
     "measure": "measure",
     "nn": "nn",
+    "parallel": "parallel",
     "tune": "tuning",
 }
 
@@ -82,6 +83,7 @@ __all__ = [
     "merge",
     "method",
     "nn",
+    "parallel",
     "tune",
 ]
 

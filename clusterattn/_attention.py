@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._errors import bad_type, bad_value
-from ._types import Attended, Call, Clusters, Groups, Mask, Method, Parts
+from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
 from .methods.budgets import Shape
@@ -347,6 +347,7 @@ def _known(recipe: Method, groups: Groups, q: Tensor, k: Tensor) -> Groups:
             type(groups).__name__,
             "ca.groups(q, k, method=...) with the same method",
         )
+    assert isinstance(groups, (Clusters, Buckets))
     shape = groups.labels.shape if isinstance(groups, Clusters) else (*groups.queries.shape[:2], q.shape[2])
     if tuple(shape) != tuple(q.shape[:3]):
         raise bad_value(f"groups made for queries {tuple(q.shape[:3])}", tuple(shape), "ca.groups on these q and k")

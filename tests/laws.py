@@ -76,7 +76,7 @@ CASES = [
     _family("refined-parts", ca.Refined(**{**_REFINED, "parts": 6})),
     _family("refined-both", ca.Refined(**{**_REFINED, "parts": 6, "slope": True})),
     _family("refined-far", ca.Refined(**{**_REFINED, "parts": 4, "slope": True, "top": 0})),
-    _family("refined-sample", ca.Refined(**{**_REFINED, "parts": 4, "slope": True}, sample=12, rank=3)),
+    _family("refined-sample", ca.Refined(**{**_REFINED, "parts": 4, "slope": True}, sample=14, rank=3)),
     Case(
         "smyrf",
         ca.Smyrf(rounds=2, q_seats=8, k_seats=8),

@@ -145,8 +145,9 @@ def answers(model: Any, batch: dict[str, Tensor], kept: Tensor | None = None) ->
         return logits(model, batch, kept)
 
 
-NEAR = ca.Refined(clusters=4, top=128, block=8)  # every key is near: exact, by way of the method
-ROUGH = ca.Refined(clusters=3, top=2, block=8)  # far from exact: shows that the method is at work
+_SIZES = {"block": 8, "parts": 1, "slope": False, "steps": 5}
+NEAR = ca.Refined(clusters=4, top=128, **_SIZES)  # every key is near: exact, by way of the method
+ROUGH = ca.Refined(clusters=3, top=2, **_SIZES)  # far from exact: shows that the method is at work
 
 
 def close(got: Tensor, wanted: Tensor) -> None:

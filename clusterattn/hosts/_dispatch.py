@@ -110,7 +110,7 @@ class DiffusersBackend:
     def _why_exact(
         self, q: Tensor, k: Tensor, method: LayerPlan, given: DispatchOptions, keys: Tensor | None, ring: int
     ) -> str:
-        """"" where the method serves the call. What the settings ask for needs no word, an obstacle is logged once."""
+        """ "" where the method serves the call. What the settings ask for needs no word, an obstacle is logged once."""
         n, m = q.shape[1], k.shape[1]
         if self.method == Exact():
             return "the layer stays exact"

@@ -69,7 +69,7 @@ class GlobalAttention(nn.Module):
         return getattr(self, "rope", None) is not None
 
     def _why_exact(self, x: Tensor, given: tuple[Any, ...], named: dict[str, Any]) -> str:
-        """"" where the method serves the call. A short one needs no word, an obstacle is said once."""
+        """ "" where the method serves the call. A short one needs no word, an obstacle is said once."""
         stamp = self._clusterattn
         if x.shape[1] < stamp.exact_below:
             return f"shorter than {stamp.exact_below} tokens"

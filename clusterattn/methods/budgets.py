@@ -124,29 +124,42 @@ def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]
     from . import method
 
     filled = _filled(method(settings), Shape(*shape))
-    return tuple((name, getattr(filled, name)) for name in (*SIZES, "sample", "rank", "block"))
+    return tuple((name, getattr(filled, name)) for name in (*SIZES, "start", "sample", "rank", "block"))
 
 
 @lru_cache(maxsize=4096)
 def _filled(method: Refined, at: Shape) -> Refined:
     """Where nothing fits, the lowest rung: a budget of 1 % of 100 tokens is less than one cluster."""
+    if method.budget is None:
+        return _sensible(method, usual(at), at)
+    ladder = [_sensible(method, rung, at) for rung in rungs(at)]
+    ladder = [each for each in ladder if _is_sensible(each, at)] or ladder
+    most = method.budget * Exact().cost(at.n, at.m, at.d, at.e, causal=at.causal)
+    inside = [each for each in ladder if each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) <= most]
+    return inside[-1] if inside else ladder[0]
+
+
+def _sensible(method: Refined, rung: Rung, at: Shape) -> Refined:
+    """With as many of the rung's parts as leave the grouping a third of the work: few queries repay fewer."""
+    for less in range(6):
+        filled = _with(method, {**rung, "parts": max(rung["parts"] >> less, 1)}, at)
+        if _is_sensible(filled, at):
+            break
+    return filled
+
+
+def _is_sensible(method: Refined, at: Shape) -> bool:
     sizes = at.n, at.m, at.d, at.e
-    asked: dict[str, Any] = {"causal": at.causal, "group": at.group}
-    ladder = [_with(method, rung, at) for rung in (usual(at) if method.budget is None else rungs(at))]
-    costs = [(each.cost(*sizes, **asked), 3 * each.grouping_cost(*sizes, **asked), each) for each in ladder]
-    sensible = [(cost, each) for cost, grouping, each in costs if grouping <= cost] or [(0, ladder[0])]
-    most = math.inf if method.budget is None else method.budget * Exact().cost(*sizes, **asked)
-    inside = [each for cost, each in sensible if cost <= most]
-    return inside[-1] if inside else sensible[0][1]
+    grouping = method.grouping_cost(*sizes, causal=at.causal, group=at.group)
+    return 3 * grouping <= method.cost(*sizes, causal=at.causal, group=at.group)
 
 
-def usual(at: Shape) -> list[Rung]:
-    """The sizes where no budget is named; before them the same with fewer parts, for keys that few queries share."""
+def usual(at: Shape) -> Rung:
+    """The sizes where no budget is named."""
     # Clusters are paid for by every key: few queries are worth fewer, unless they are not so few.
-    length = at.m if at.m <= CROSS_QUERIES * at.n else max(min(at.n, at.m), 1)
+    length = at.m if at.m <= CROSS_QUERIES * at.n else min(at.n, at.m)
     table = USUAL_CAUSAL if at.causal else USUAL_SHORT if at.m < DIFFUSE else USUAL_LONG
-    rung = _rung(table[max(each for each in table if each <= length)], at)
-    return [{**rung, "parts": max(rung["parts"] >> less, 1)} for less in (4, 3, 2, 1, 0)]
+    return _rung(table[max(each for each in table if each <= max(length, 1))], at)
 
 
 def rungs(at: Shape) -> list[Rung]:

@@ -57,7 +57,9 @@ class Improved(Clustered):
     @property
     def causality(self) -> str:  # type: ignore[override]
         """Parts are made of all keys, later ones among them: they serve no causal call."""
-        return super().causality if self.parts is None or self.parts == 1 else "no"
+        if self.parts is not None and self.parts != 1:
+            return "no"
+        return "strict" if self.centroids_from == "past" else "value"
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         clusters, _ = super().group(q, k, call)
@@ -92,7 +94,8 @@ class Improved(Clustered):
     def _shares(self, groups: Clusters, per: int) -> Tensor:
         """Each cluster's share of the queries, of its own block in a causal call."""
         counts = groups.counts.to(wide(groups.means).dtype)
-        by_block = counts.view(*counts.shape[:2], -1, per or counts.shape[-1])
+        per = per or counts.shape[-1]
+        by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
         few = by_block[..., :SLOPE_CLUSTERS]
         few = few / few.sum(-1, keepdim=True).clamp(min=1)
         return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)

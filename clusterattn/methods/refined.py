@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from .._errors import bad_value
@@ -60,6 +60,8 @@ class Refined(Improved):
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
         if causal and self.parts is not None and self.parts != 1:
             raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
-        if any(getattr(self, name) is None for name in (*SIZES, "start")):
+        if any(getattr(self, name) is None for name in SIZES):
             return budgets.fill(self, budgets.Shape(n, m, d, e, causal, group))  # type: ignore[return-value]
+        if self.start is None:  # with steps given it does not depend on the shape
+            return replace(self, start="far").at(n, m, d, e, causal=causal, group=group)
         return super().at(n, m, d, e, causal=causal, group=group)

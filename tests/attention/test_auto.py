@@ -157,3 +157,18 @@ def test_this_machine_can_be_measured(user: Path) -> None:
     assert auto.keep(entries) == user
     found = auto.crossing(torch.device("cpu"), "torch.float32", torch.get_num_threads(), True)
     assert found == json.loads(json.dumps(entries[1]["passes"]))
+
+
+def test_the_command_measures_and_says_from_where_refined_is_taken(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from clusterattn import cli
+    from clusterattn.measure import crossings as measuring
+
+    monkeypatch.setattr(measuring, "LENGTHS", {"cpu": (64, 128)})
+    shown = CliRunner().invoke(cli.build(), ["calibrate", "--repetitions", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "float32, 8 heads of 64: refined " in shown.stdout
+    assert "float32, causal, 8 heads of 64: refined " in shown.stdout
+    assert len(json.loads(user.read_text())["entries"]) == 2

@@ -100,7 +100,7 @@ def test_compiles_to_one_graph(name: str, padded: bool) -> None:
 def test_lengths_share_a_graph(name: str) -> None:
     torch._dynamo.reset()
     model, counter = tiny.make(name), CompileCounter()
-    ca.hf.swap(model, ca.Refined(clusters=8, top=8))
+    ca.hf.swap(model, ca.Refined(clusters=8, top=8, parts=1, slope=False, steps=2, block=64))
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     for n in (40, 57, 33):
         batch = tiny.tokens((n, n - 9), positions=name == "llama")

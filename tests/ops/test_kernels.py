@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clusterattn as ca
-from clusterattn.ops import draw
+from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -29,6 +29,13 @@ SPECS = [
     "smyrf:q_seats=16,k_seats=16,rounds=2",
     "smyrf:q_seats=16,k_seats=16,rounds=2,dedup=true",
     "local:window=9",
+]
+NOT_CAUSAL = [  # parts there are not; and the slope's kernels know one block
+    "refined:clusters=6,top=5,parts=4,slope=true,steps=2",
+    "refined:clusters=6,top=5,parts=1,slope=true,steps=2",
+    "refined:clusters=6,top=0,parts=7,slope=false,steps=2",
+    "refined:clusters=4,top=70,parts=20,slope=true,steps=2",
+    "improved:clusters=6,top=5,bits=15,steps=2,mass=tangent,parts=3,slope=true",
 ]
 SELF_ONLY = [
     "reformer:chunk=16,rounds=2",
@@ -52,7 +59,7 @@ def answers(spec: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool)
     """out, lse and gradients: by kernels (twice), by the reference in the same dtype, and by the reference in fp64."""
     x, keep, d_out = inputs(shape, dtype)
     options = {"method": spec, "key_mask": keep, "causal": causal}
-    groups = ca.groups(x[0], x[1], backend="reference", **options)
+    groups = ca.groups(*x, backend="reference", **options)
     found = {}
     runs = {"kernel": (dtype, "triton"), "again": (dtype, "triton"), "plain": (dtype, "reference")}
     for name, (kind, backend) in {**runs, "exact": (torch.float64, "reference")}.items():
@@ -71,6 +78,7 @@ def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 CASES = [(spec, shape, causal) for spec in SPECS for shape in (SELF, CROSS) for causal in (False, True)]
 CASES += [(spec, SELF, causal) for spec in SELF_ONLY for causal in (False, True)]
+CASES += [(spec, shape, False) for spec in NOT_CAUSAL for shape in (SELF, CROSS)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
@@ -97,6 +105,22 @@ def test_groups_are_equally_good(metric: str, start: str) -> None:
     assert torch.allclose(one.means, two.means, atol=0.2)
 
 
+@pytest.mark.parametrize("heads", [2, 4], ids=["own", "grouped"])
+def test_keys_beside_values_are_the_same_points(heads: int) -> None:
+    (q, k, v), _, _ = inputs((1, heads, 2, 50, 70, 24, 40), torch.float32)
+    clusters = ca.groups(q, k, method="refined:clusters=4,top=2,parts=1,slope=false,steps=2")
+    draw_at = torch.Generator().manual_seed(3)
+    queries_at = torch.randint(50, (1, heads, 6), generator=draw_at).to(DEVICE)
+    keys_at = torch.randint(70, (1, 2, 40), generator=draw_at).to(DEVICE)
+    queries_at[..., -1], keys_at[..., -2:] = -1, -1
+    plain, kernel = (
+        choose(name).beside(q, k, v, clusters.means, clusters.labels, queries_at, keys_at)
+        for name in ("reference", "triton")
+    )
+    assert torch.allclose(plain, kernel, atol=1e-4)
+    assert abs(float(plain[..., -40:].std()) * 40**0.5 - 1) < 0.2  # the values' spread is one
+
+
 def test_opcheck_with_kernels() -> None:
     """The ops as kernels serve them; take and broadcast are served by nothing else (see test_compile.py)."""
     ops = torch.ops.clusterattn
@@ -108,6 +132,8 @@ def test_opcheck_with_kernels() -> None:
     seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0), "triton")
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
     c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, "triton")
+    part_order, part_first = ops.members(torch.arange(14, device=DEVICE).view(1, 1, 14) % 2, 2, "triton")
+    one, two = (None, None, None), (part_order, part_first, torch.full((1, 2, 3), 1 / 3, device=DEVICE))
     for op, args in (
         (ops.take, (k, at, "triton")),
         (ops.members, (labels, 3, "triton")),
@@ -119,10 +145,12 @@ def test_opcheck_with_kernels() -> None:
         (ops.kmeans, (q.detach(), None, at, None, None, 1, False, "triton")),
         (ops.covariance, (k.detach(), keep, None, "triton")),
         (ops.covariance, (k.detach(), None, at[:, :1], "triton")),
-        (ops.coarse, (q, k, v, keep, 0.25, 3, True, 0, 0, 0, True)),
-        (ops.coarse, (q, k, v, None, 0.25, 3, False, 6, 4, 4, True)),
-        (ops.near_and_far, (q, c, k, v, keep, order, first, 0.25, 3, 0, 0, 0, 1, False)),
-        (ops.near_and_far, (q, c, k, v, None, order, first, 0.25, 3, 0, 0, 0, 2, True)),
+        (ops.coarse, (q, k, v, keep, None, None, 0.25, 3, True, 0, 0, 0, 1, "triton")),
+        (ops.coarse, (q, k, v, None, None, None, 0.25, 3, False, 6, 4, 4, 1, "triton")),
+        (ops.near_and_far, (q, c, k, v, keep, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 1, False, "triton")),
+        (ops.near_and_far, (q, c, k, v, None, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 2, True, "triton")),
+        (ops.near_and_far, (q, c, k, v, None, labels, order, first, *two, 0.25, 3, 0, 0, 0, 2, 1, False, "triton")),
+        (ops.beside, (q.detach(), k.detach(), v.detach(), c.detach(), labels, at, at[:, :1], "triton")),
         (ops.bucketed, (q, k, v, *seating)),
     ):
         torch.library.opcheck(op, args)
@@ -144,7 +172,7 @@ def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:
     """As a whole row and by groups: every chosen key scores at least as high as every other, within rounding."""
     draw = torch.Generator().manual_seed(m)
     c, k = (torch.randn(1, 2, n, 16, generator=draw).to(DEVICE, dtype) for n in (3, m))
-    near_at = torch.ops.clusterattn.coarse(c, k, k, None, 0.25, top, False, 0, 0, 0, True)[4]
+    near_at = torch.ops.clusterattn.coarse(c, k, k, None, None, None, 0.25, top, False, 0, 0, 0, 1, "triton")[4]
     scores = (c.double() @ k.double().mT) * 0.25
     assert near_at.shape == (1, 2, 3, top)
     assert torch.equal(near_at, near_at.unique_consecutive(dim=-1).sort(-1).values)  # all of them, each once

@@ -19,7 +19,8 @@ from clusterattn_papers.tasks import batches, glue
 from clusterattn_papers.tasks.glue import INVENTED, PIECES, Glue, Text, answers, opened
 from clusterattn_papers.train import Settings, fit, judge
 
-EVERY = ["exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4",
+EVERY = ["exact", "clustered:clusters=3", "improved:clusters=3,top=4",
+         "refined:clusters=3,top=4,parts=1,slope=false,steps=5",
          "smyrf:rounds=2,q_seats=4,k_seats=4", "smyrf:rounds=2,q_seats=4,k_seats=4,transform=e2lsh",
          "smyrf:rounds=2,q_seats=4,k_seats=4,transform=crosspolytope"]  # fmt: skip
 

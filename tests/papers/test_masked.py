@@ -15,7 +15,8 @@ from clusterattn_papers.tasks.masked import CLS, MASK, PAD, SEP, SPECIALS, Maske
 from clusterattn_papers.train import Settings, fit, load, save
 
 METHODS = [
-    "exact", "clustered:clusters=3", "improved:clusters=3,top=4", "refined:clusters=3,top=4", "smyrf",
+    "exact", "clustered:clusters=3", "improved:clusters=3,top=4",
+    "refined:clusters=3,top=4,parts=1,slope=false,steps=5", "smyrf",
     "reformer:rounds=1,chunk=8", "routing:clusters=2,window=8", "clusterformer:clusters=3",
 ]  # fmt: skip
 

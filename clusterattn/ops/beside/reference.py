@@ -34,11 +34,11 @@ def beside(
     (b, hk, m, d) = k.shape
     theirs = torch.where(queries_at >= 0, labels.gather(2, queries_at.clamp(min=0)), -1)
     apart = (wide(rows_at(q, queries_at)) - wide(broadcast(means, theirs))) * (theirs >= 0).unsqueeze(-1)
-    view = apart.reshape(b, hk, -1, d).mT  # (b hk d r)
+    view = apart.reshape(b, hk, q.shape[1] // hk * apart.shape[2], d).mT  # (b hk d r)
     key_centre, value_centre = (wide(rows_at(x, keys_at[..., :1])) for x in (k, v))
     view = (view / _spread((wide(rows_at(k, keys_at)) - key_centre) @ view, keys_at)).to(k.dtype)
     shrink = _spread(wide(rows_at(v, keys_at)) - value_centre, keys_at)
     # the centre is taken off before the product is rounded
     offset = -(key_centre.to(k.dtype) @ view).flatten(0, 1)
-    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, -1)
+    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, view.shape[-1])
     return torch.cat([seen, (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)], -1)

@@ -17,7 +17,8 @@ block j sees the first ``first + j * step`` keys. per = 0: every row sees every 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,6 +183,23 @@ def forward(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, pi: Tensor | None, reach: Reach
 ) -> Found:
     """pi (b h c): each cluster's share of the queries, where the slope is wanted."""
+    if part_of is None or c.shape[0] <= 1:
+        return _forward(c, k, v, key_mask, part_of, pi, reach)
+    # How many tiles the parts fill depends on the keys: no sequence may feel another's.
+    found = [_forward(*each, reach) for each in _by_sequence(c, k, v, key_mask, part_of, pi)]
+    return Found(*(torch.cat([getattr(each, field.name) for each in found]) for field in fields(Found)))
+
+
+def _by_sequence(*given: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The batch one by one."""
+    size = next(x.shape[0] for x in given if x is not None)
+    for one in range(size):
+        yield tuple(None if x is None else x[one : one + 1] for x in given)
+
+
+def _forward(
+    c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, pi: Tensor | None, reach: Reach
+) -> Found:
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     top, parts, acc = min(reach.top, m), reach.parts, torch.promote_types(c.dtype, torch.float32)
     lead = (b * hk, h // hk, rows)
@@ -232,7 +250,7 @@ def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:
     heads, group, rows = p.shape
     each = keys.of_tiles(amount, p.heads)
     each = each.view(*each.shape[:2], group, rows)
-    weights = weights.reshape(*weights.shape[:2], group, rows, -1)
+    weights = weights.reshape(*weights.shape[:2], group, rows, weights.shape[-1])
     return torch.einsum("tgkrs,tgkr->tkgs", weights, each).flatten(2)
 
 
@@ -264,6 +282,22 @@ class Gradients:
 
 
 def backward(
+    given: Gradients, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None,
+    pi: Tensor | None, found: Found, reach: Reach,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of c, k and v."""
+    if part_of is None or c.shape[0] <= 1:
+        return _backward(given, c, k, v, key_mask, part_of, pi, found, reach)
+    asked, seen = ([getattr(x, field.name) for field in fields(x)] for x in (given, found))
+    gradients = [
+        _backward(Gradients(*each[:5]), *each[5:11], Found(*each[11:]), reach)
+        for each in _by_sequence(*asked, c, k, v, key_mask, part_of, pi, *seen)
+    ]
+    dc, dk, dv = (torch.cat(each) for each in zip(*gradients, strict=True))
+    return dc, dk, dv
+
+
+def _backward(
     given: Gradients, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None,
     pi: Tensor | None, found: Found, reach: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -349,7 +383,7 @@ class _Pull:
         per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
         per_key = per_key.flatten(1, 2).transpose(1, 2)  # (heads tiles rows seats)
         mean = keys.summed((weights * per_key).sum(-1), p.heads)  # (heads parts rows)
-        return cls(d_slope, per_key, mean.mT.reshape(heads, group, rows, -1))
+        return cls(d_slope, per_key, mean.mT.reshape(heads, group, rows, mean.shape[1]))
 
     def means(
         self, dy: Tensor, dm: Tensor, dl: Tensor, amount: tuple[Tensor, Tensor], mean_key: Tensor, out: Tensor

@@ -2,8 +2,8 @@
 
     M = sum_l omega_l (k_l - kappa)(v_l - nu)^T - sum_cj pi_c a_cj (kbar_cj - kappa)(vbar_cj - nu)^T
 
-for any kappa and nu: those of the first key keep the two sums small beside their difference. Both sums are of one kind,
-keys with the weight omega and virtual keys with the weight -pi a; programs share them out.
+for any kappa and nu: a mean far key and value keep the two sums small beside their difference. Both sums are of one
+kind, keys with the weight omega and virtual keys with the weight -pi a; programs share them out.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def slope_kernel(
     dims, values, tile = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM)
     wide, long = dims < d, values < e
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
-    kappa = tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)
-    nu = tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)
     begin, end = block * per, (block + 1) * per  # the block's clusters
+    kappa = tl.load(MEAN + (lead * parts * rows + begin) * d + dims, mask=wide, other=0.0)
+    nu = tl.load(OUT + (lead * parts * rows + begin) * e + values, mask=long, other=0.0)
     limit = m
     if per == 0:
         end = rows

@@ -19,6 +19,7 @@ from .._chunks import wide
 from .._op import op
 from ..coarse import Coarse, Reach, coarse
 from ..coarse import multiply_adds as of_centroids
+from ..members import members as sorted_members
 from ..merge import NEVER
 from ..rows import broadcast, take
 from . import reference
@@ -212,7 +213,11 @@ def near_and_far(
     name = _backends.serving("near_and_far", backend, q, k, v, c.shape[2], parts, slope, causal)
     if name != _backends.REFERENCE:
         assert members is not None  # made wherever kernels are
-        by_part = (None, None) if parts is None or parts.members is None else (parts.members.order, parts.members.first)
+        by_part: tuple[Tensor | None, Tensor | None] = (None, None)
+        if parts is not None:  # groups from elsewhere may come without the order that kernels read
+            arranged = parts.members or sorted_members(parts.labels, parts.count, k, backend=name)
+            assert arranged is not None
+            by_part = (arranged.order, arranged.first)
         settings = (scale, top, *blocks, 1 if parts is None else parts.count, MASSES.index(mass), detach_mass, name)
         given = (mask.keys, labels, members.order, members.first, *by_part, shares)
         out, lse, *_ = _near_and_far(q, c, k, v, *given, *settings)

@@ -53,9 +53,10 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     (b, h, n, d), (c, t) = q.shape, offer.keys.shape[2:4]
     seats = _tile(n, c)
     table, first = tables.tiles(labels, c, seats)
-    if q.device.type == "cpu" and b * h:  # how many tiles are used is known here without waiting: the spare ones go
-        table = table[:, :, : max(1, int(first[..., -1].max()))]
     lead, g = b * h, table.shape[2]
+    used = [g] * b  # on a CPU it is known without waiting how many tiles are: spare ones go, each sequence's by itself
+    if q.device.type == "cpu" and b * h:
+        used = [max(1, int(each)) for each in first[..., -1].amax(1)]
     head = torch.arange(lead, device=q.device).view(lead, 1)
     cluster = tables.family_of(first, g).view(lead, g) + head * c
     table = table.view(lead, g, seats)
@@ -63,14 +64,19 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     x_rows, keys, values = q.reshape(-1, d), offer.keys.flatten(0, 2), offer.values.flatten(0, 2)
     bias = offer.bias.flatten(0, 2)
     most = max(1, budget(q) // (seats * max(t, d) + t * d))
-    for heads in spans(lead, most // g):
-        for tiles in spans(g, g if heads.stop - heads.start > 1 else most):
-            mine, theirs = rows[heads, tiles].flatten(0, 1), cluster[heads, tiles].flatten()
-            real = (table[heads, tiles] >= 0).flatten(0, 1)
-            x = wide(x_rows.index_select(0, mine.flatten())).view(*mine.shape, d)
-            k, v = wide(keys.index_select(0, theirs)), wide(values.index_select(0, theirs))
-            logits = torch.baddbmm(bias.index_select(0, theirs).unsqueeze(1), x, k.mT, alpha=scale)
-            yield Piece(heads, mine, real, theirs, x, k, v, logits)
+    pieces = (
+        (slice(one * h + heads.start, one * h + heads.stop), tiles)
+        for one, many in enumerate(used)
+        for heads in spans(h, most // many)
+        for tiles in spans(many, many if heads.stop - heads.start > 1 else most)
+    )
+    for heads, tiles in pieces:
+        mine, theirs = rows[heads, tiles].flatten(0, 1), cluster[heads, tiles].flatten()
+        real = (table[heads, tiles] >= 0).flatten(0, 1)
+        x = wide(x_rows.index_select(0, mine.flatten())).view(*mine.shape, d)
+        k, v = wide(keys.index_select(0, theirs)), wide(values.index_select(0, theirs))
+        logits = torch.baddbmm(bias.index_select(0, theirs).unsqueeze(1), x, k.mT, alpha=scale)
+        yield Piece(heads, mine, real, theirs, x, k, v, logits)
 
 
 def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
