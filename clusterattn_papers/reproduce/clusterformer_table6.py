@@ -19,6 +19,7 @@ from torch import Tensor
 from clusterattn._errors import bad_value
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.measure.words import counted
 
 from ..clustering import NeuralClustering, spread_out
 from ..tasks.files import inside
@@ -143,8 +144,8 @@ class Table6(Experiment):
         lines = [
             "The paper does not say how clusters are scored: here each takes the class most common among its training "
             "images, and accuracy is that of the test images. Classes are used for nothing else.",
-            f"Neural clustering has {config.steps} steps, k-means (from k-means++ starts) and the map at most "
-            f"{config.rounds} passes; the paper gives neither.",
+            f"Neural clustering has {counted(config.steps, 'step')}, k-means (from k-means++ starts) and the map at "
+            f"most {config.rounds} passes; the paper gives neither.",
             "Neural clustering compares by cosine, keeps what is in the data by a loss of its own, assigns points to "
             "the nearest centroid, and trains the centroids themselves. The last column assigns and updates as eqs. 2 "
             "to 4 have it, still by cosine and with that loss; the paper's similarity is the inner product "
