@@ -50,6 +50,7 @@ def whole(n: int) -> list[ca.Method]:
     look = {**look, "parts": 1, "slope": False}
     return [
         ca.Exact(),
+        ca.Refined(),  # as it comes
         *(ca.OracleTop(top=top) for top in tops),
         *(ca.Clustered(clusters=c) for c in (few, 2 * few, 4 * few)),
         *(ca.Improved(clusters=few, top=top) for top in tops[1:4]),
@@ -69,7 +70,7 @@ def whole(n: int) -> list[ca.Method]:
 def blockwise(n: int) -> list[ca.Method]:
     """For causal attention. Strict unless it says centroids_from="block"."""
     look: dict[str, Any] = {"rank": 16, "steps": 2, "block": 256, "parts": 1, "slope": False}
-    found: list[ca.Method] = [ca.Exact(), *(ca.OracleTop(top=top) for top in (32, 128, 512))]
+    found: list[ca.Method] = [ca.Exact(), ca.Refined(), *(ca.OracleTop(top=top) for top in (32, 128, 512))]
     for source in ("block", "past"):
         found += [ca.Clustered(clusters=32, block=256, centroids_from=source)]
         found += [ca.Improved(clusters=32, top=top, block=256, centroids_from=source) for top in (32, 128, 512)]
@@ -211,44 +212,45 @@ FIGURES = {  # key -> axis label
     "perplexity": "perplexity",
     "hidden": "error of the last hidden state",
 }
-COLOURS = {"exact": "black", "oracle_top": "tab:gray", "clustered": "tab:cyan", "improved": "tab:blue",
-           "smyrf": "tab:green", "refined": "tab:red"}  # fmt: skip
 
 
 def picture(task: str, rows: list[Row], figures: list[str], folder: Path) -> None:
-    """Error against cost, one panel for each figure of the task."""
-    import matplotlib
+    """Error against cost, one panel for each figure of the task; what has nothing but defaults is marked."""
+    from clusterattn.measure import plots
+    from clusterattn.measure.plots_model import label_points
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    drawn, panels = plt.subplots(1, len(figures), figsize=(4.6 * len(figures), 3.6), layout="constrained")
-    for key, panel in zip(figures, [panels] if len(figures) == 1 else list(panels), strict=True):
-        curves: dict[tuple[str, bool], list[Row]] = {}
-        for row in rows:
-            prefill = row["settings"].get("centroids_from") == "block"
-            curves.setdefault((row["settings"]["method"], prefill), []).append(row)
-        for (kind, prefill), some in curves.items():
-            label = kind + (" (prefill)" if prefill else "")
-            panel.plot(
-                [row["cost_share"] for row in some],
-                [row[key] for row in some],
-                color=COLOURS[kind],
-                marker="x" if prefill else "o",
-                markersize=5,
-                linestyle="",
-                label=label,
-            )
-        panel.set(xlabel="multiply-adds, of exact attention's", ylabel=FIGURES[key], xlim=(0, 1.25))
-        if key in ("distance", "kl"):
-            panel.set_yscale("symlog", linthresh=1e-3)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    drawn.axes[-1].legend(fontsize=7, loc="upper right")
-    drawn.suptitle(task)
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(folder / f"pretrained-{task}.png", dpi=120)
-    plt.close(drawn)
+    curves: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        prefill = row["settings"].get("centroids_from") == "block"
+        curves.setdefault((row["settings"]["method"], prefill), []).append(row)
+    with plots.rules():
+        drawn = plots.canvas(4.6 * len(figures) + 1.6, 3.7)
+        panels = drawn.subplots(1, len(figures), squeeze=False)[0]
+        for panel, key in zip(panels, figures, strict=True):
+            for (kind, prefill), some in curves.items():
+                colour, marker = plots.style_of(kind)
+                panel.plot(
+                    [row["cost_share"] for row in some],
+                    [row[key] for row in some],
+                    color=colour,
+                    marker=marker,
+                    linestyle="",
+                    fillstyle="none" if prefill else "full",
+                    label=kind + (" (prefill)" if prefill else "") if panel is panels[0] else None,
+                )
+                plain = [row for row in some if row["method"] == kind != "exact"]
+                label_points(panel, [(row["cost_share"], row[key], kind) for row in plain], colour)
+            panel.set(xlabel="multiply-adds, exact = 1", ylabel=FIGURES[key], xscale="log")
+            plots.plain_log_ticks(panel.xaxis)
+            above = [row[key] for row in rows if row[key] > 0]
+            if key not in ("top1", "perplexity") and above:  # differences from exact attention, which is 0 there
+                panel.set_yscale("symlog", linthresh=min(above))
+                panel.set_ylim(0, 2 * max(above))
+            panel.grid(True, which="major")
+        drawn.legend(loc="outside right upper")
+        drawn.suptitle(task)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"pretrained-{task}.png").write_bytes(plots.as_png(drawn))
 
 
 def main() -> int:

@@ -105,11 +105,8 @@ def bench(
                 "environment": around,
             }
             for name in (PEER, *map(str, methods)):
-                measured: dict[str, Any] = {"failed": wrong.get(name)}
-                if name not in wrong:
-                    measured = {**_per_token(name, taken, held, batch * n)}
-                measured["error"] = errors.get(name)
-                yield {"theme": "bench", "method": name, **measured, **shared}
+                measured = {"failed": wrong[name]} if name in wrong else _per_token(name, taken, held, batch * n)
+                yield {"theme": "bench", "method": name, **measured, "error": errors.get(name), **shared}
 
 
 def _errors(sample: Sample, methods: Sequence[Method], causal: bool, seed: int) -> dict[str, float]:

@@ -13,9 +13,8 @@ from torch import Tensor
 from .._extras import need
 from .._rows import Row
 
-STYLE: dict[str, tuple[str, str]] = {  # name -> colour, marker
+STYLE: dict[str, tuple[str, str]] = {  # name -> colour, marker: the one place where a method gets its looks
     "exact": ("#000000", "*"),
-    "sdpa": ("#000000", "*"),
     "clustered": ("#56B4E9", "o"),
     "improved": ("#0072B2", "s"),
     "refined": ("#D55E00", "D"),
@@ -28,6 +27,14 @@ STYLE: dict[str, tuple[str, str]] = {  # name -> colour, marker
     "plan": ("#7B3294", "*"),
 }
 OTHER = ("#444444", ".")
+ALSO = {  # what the papers and PyTorch call some of them
+    "sdpa": "exact",
+    "full": "exact",
+    "shared-full": "exact",
+    "transformer": "exact",
+    "lsh": "reformer",
+    "oracle-top": "oracle_top",
+}
 MAP_TOKENS = 1024  # a map with more rows or columns than this is cut to its first corner
 ZOOM_TOKENS = 30
 CLUSTER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6D00", "#555555")
@@ -48,13 +55,24 @@ RULES = {
 }
 
 
+def named(label: str) -> str:
+    """The method that a label means, also in a paper's words: reformer for `lsh-4`, exact for `full (SDPA)`."""
+    word = label.partition(":")[0].partition(" ")[0]
+    words = (word, word.partition("-")[0])
+    return next((ALSO.get(each, each) for each in words if each in STYLE or each in ALSO), word)
+
+
 def style_of(label: str) -> tuple[str, str]:
-    return STYLE.get(label.split(":")[0], OTHER)
+    """The colour and the marker of a method, in every picture."""
+    return STYLE.get(named(label), OTHER)
 
 
 def short(label: str) -> str:
-    """A label for people: `refined (25 clusters, 64 top)` for `refined:clusters=25,top=64`."""
+    """A label for people: `refined (25 clusters, 64 top)` for `refined:clusters=25,top=64`, and one name for a method
+    that papers call otherwise: `reformer-4` for `lsh-4`."""
     name, _, settings = label.partition(":")
+    if name.startswith("lsh"):
+        name = name.replace("lsh", named(name), 1)
     words = [f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)]
     return f"{name} ({', '.join(words)})" if words else name
 

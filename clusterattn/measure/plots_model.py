@@ -33,6 +33,7 @@ def tradeoff(rows: Sequence[Row]) -> bytes:
                 spots = sorted((row["cost_share"], row[key] or 1e-9) for row in family)
                 axis.plot(*zip(*spots, strict=True), color=colour, lw=1.3, alpha=0.55, zorder=2)
                 axis.scatter(*zip(*spots, strict=True), color=colour, marker=marker, s=70, zorder=3, ec="white", lw=0.8)
+                label_points(axis, [(row["cost_share"], row[key] or 1e-9, row["method"]) for row in family], colour)
             axis.axvline(1, color="black", lw=1, ls=(0, (4, 3)), zorder=1)
             axis.set(xscale="log", xlabel="multiply-adds, exact attention = 1 (grouping included)")
             plain_log_ticks(axis.xaxis)
@@ -42,11 +43,28 @@ def tradeoff(rows: Sequence[Row]) -> bytes:
         if both:
             axes[1].axhline(exact["value"], color="black", lw=1, zorder=1)
             axes[1].annotate("exact", (1, exact["value"]), xytext=(4, 3), textcoords="offset points", size=8)
+            if flattened([row["value"] for row in rows]):
+                axes[1].set_yscale("log")
+                plain_log_ticks(axes[1].yaxis)
             better = "higher" if exact["higher_is_better"] else "lower"
             axes[1].set(title=exact["metric"].capitalize(), ylabel=f"{exact['metric']} ({better} is better)")
         handles = [_handle(style_of(name), name, line=True) for name in dict.fromkeys(row["name"] for row in others)]
         figure.legend(handles=handles, loc="outside right center")
         return as_png(figure)
+
+
+def label_points(axis: Any, points: Sequence[tuple[float, float, str]], colour: str) -> None:
+    """The settings of a method beside each of its points; `default` where there are none."""
+    for x, y, label in points:
+        settings = label.partition(":")[2].replace(",", "\n")
+        place = {"xytext": (6, 3), "textcoords": "offset points", "size": 6.5, "color": colour, "va": "bottom"}
+        axis.annotate(settings or "default", (x, y), zorder=4, **place)
+
+
+def flattened(values: Sequence[float], times: float = 30.0) -> bool:
+    """Does one value lie so far above the others that a linear axis would press them into a line?"""
+    ordered = sorted(values)
+    return len(ordered) > 2 and ordered[0] > 0 and ordered[-1] > times * ordered[len(ordered) // 2]
 
 
 def heat(errors: Mapping[str, Mapping[str, Tensor]]) -> bytes:

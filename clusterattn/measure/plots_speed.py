@@ -80,12 +80,7 @@ def crossings(rows: Sequence[Row]) -> bytes:
             size=9.5,
             color="#555555",
         )
-        handles = []
-        for label in labels:
-            colour, marker, line = _style(label, labels)
-            words = "exact (the best SDPA)" if label == PEER else short(label)
-            handles.append(_handle((colour, marker), words, line=True))
-            handles[-1].set_linestyle(line)
+        handles = _handles(labels, "exact (the best SDPA)")
         handles.append(_line(FLOOR, 1.2, 1.0, "floor: q, k, v, out (and gradients) once through memory"))
         figure.legend(handles=handles, loc="outside lower center", ncols=2)
         return as_png(figure)
@@ -119,6 +114,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
                 axis.grid(True, which="major")
                 if i == len(passes) - 1 or key == "error":
                     axis.set_xlabel("length N (tokens)")
+                    axis.tick_params(labelbottom=True)
         one = rows[0]
         machine = one["environment"]["hardware"]
         if one["device"] == "cpu":
@@ -129,9 +125,7 @@ def scaling(rows: Sequence[Row]) -> bytes:
             size=9.5,
             color="#555555",
         )
-        handles = [
-            _handle(style_of(label), "exact (SDPA)" if label == PEER else short(label), line=True) for label in labels
-        ]
+        handles = _handles(labels, "exact (SDPA)")
         figure.legend(handles=handles, loc="outside right center")
         return as_png(figure)
 
@@ -154,6 +148,16 @@ def crossing_sentences(rows: Sequence[Row]) -> list[str]:
         if exact and words:
             found.append(f"{which}, beside exact attention: {'; '.join(words)}.")
     return found
+
+
+def _handles(labels: Sequence[str], exact: str) -> list[Any]:
+    """For the legend: each method as its curve is drawn."""
+    made = []
+    for label in labels:
+        colour, marker, line = _style(label, labels)
+        made.append(_handle((colour, marker), exact if label == PEER else short(label), line=True))
+        made[-1].set_linestyle(line)
+    return made
 
 
 def _draw(axis: Any, label: str, curve: Curve, labels: Sequence[str]) -> None:

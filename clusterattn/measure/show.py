@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._extras import need
+from .words import counted
 
 if TYPE_CHECKING:
     from .._plan import Plan
@@ -56,7 +57,7 @@ def show_approximation(result: Approximation, written: Sequence[Path]) -> None:
 
     rich, table = console(), need("rich.table").Table(box=need("rich.box").SIMPLE_HEAD)
     exact, *others = result.rows
-    size = f"{exact['sequences']} sequences of {exact['keys_mean']:.0f} keys on average"
+    size = f"{counted(exact['sequences'], 'sequence')} of {exact['keys_mean']:.0f} keys on average"
     rich.print(f"[dim]{literal(exact['model'])}, {exact['task']}, {size}[/]", highlight=False)
     table.add_column("method", no_wrap=True)
     for title in (*exact["figures"], "difference", "hidden-state error", "multiply-adds", "time"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from clusterattn.measure import plots
 
-from ._readings import CHOSEN, in_paper
+from ._readings import CHOSEN
 
 LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
@@ -15,14 +15,13 @@ Curves = dict[str, tuple[list[int], list[float]]]
 def drawn_lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
     if not any(drawn for _, drawn in panels):
         return None
-    styles = {"lsh-1": "reformer", "lsh-4": "reformer", "full (SDPA)": "exact", "transformer (SDPA)": "exact"}
     with plots.rules():
         figure = plots.canvas(5.0 * len(panels) + 2.0, 4.4)
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         lines = {}
         for axis, (title, drawn) in zip(axes, panels, strict=True):
             for label, (lengths, heights) in drawn.items():
-                colour, marker = plots.style_of(styles.get(label, in_paper(label)))
+                colour, marker = plots.style_of(label)
                 dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
                 lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
             axis.set(title=title, xlabel="length N (tokens)")
@@ -33,7 +32,7 @@ def drawn_lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None
                 axis.minorticks_off()
                 plots.plain_log_ticks(axis.yaxis)
             axis.grid(True)
-        figure.legend(handles=list(lines.values()), labels=list(lines), loc="outside right center")
+        figure.legend(handles=list(lines.values()), labels=list(map(plots.short, lines)), loc="outside right center")
         return plots.as_png(figure)
 
 

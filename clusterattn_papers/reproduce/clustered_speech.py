@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from clusterattn._rows import Row
+from clusterattn.measure.words import counted
 
 from ._experiment import Cell, Table, apart, beside, chosen, lead, spread
 from ._speech import DEEP, HISTORY, PAPER, SMALL, SMOKE, SWEPT, TRAINED, TRAINING, SpeechConfig, Trained, fits
@@ -86,7 +87,7 @@ def common_differences(config: SpeechConfig, theirs: Corpus = WSJ) -> list[str]:
         ),
         f"{config.layers} layers, {config.heads} heads, "
         f"feed-forward {config.feedforward}, R-Adam with lr {config.lr:g} ({config.decay}), "
-        + (f"{config.steps} steps" if config.steps else f"at most {config.epochs} epochs")
+        + (counted(config.steps, "step") if config.steps else f"at most {counted(config.epochs, 'epoch')}")
         + f" of {config.batch} joined inputs, {config.precision}; published: {theirs.layers} layers, lr {theirs.lr:g}, "
         f"dropped on plateaus, trained to convergence in batches of {theirs.batches}.",
         "The blank's bias starts where one frame in 15 says something"

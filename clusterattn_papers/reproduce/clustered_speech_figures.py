@@ -8,10 +8,9 @@ from typing import Any
 
 from clusterattn._rows import Row
 from clusterattn.measure import plots
-from clusterattn.methods import method as as_method
 
 from ._experiment import Cell, Table, apart, chosen, lead, spread
-from ._speech import ANSWERING, HISTORY, SpeechConfig, spec
+from ._speech import ANSWERING, HISTORY, SpeechConfig
 from .clustered_speech import (
     DEV_LOSS,
     LOSS,
@@ -84,7 +83,7 @@ class Figure1(Shown):
                 )
                 side = -1 if time > middle else 1  # names stand towards the middle, where there is room
                 axis.annotate(
-                    _called(name, layers) if deep else name,
+                    _called(plots.short(name), layers) if deep else plots.short(name),
                     (time, error),
                     xytext=(7 * side, 4),
                     textcoords="offset points",
@@ -130,7 +129,7 @@ def _called(name: str, layers: int) -> str:
 
 
 def look(name: str) -> tuple[str, str]:
-    colour, marker = plots.style_of(as_method(spec(name)).name)
+    colour, marker = plots.style_of(name)
     return ("#7F7F7F", marker) if name == "shared-full" else (colour, marker)
 
 
@@ -161,7 +160,7 @@ class Figure7(Shown):
         paces = {name: pace(rows, name, config.layers) for name in config.trained}
         panels = 2 if any(paces.values()) else 1  # seconds, where they were measured
         with plots.rules():
-            figure = plots.canvas(4.75 * panels, 3.8)
+            figure = plots.canvas(4.75 * panels + 1.6, 3.8)
             axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
             for name, seconds in paces.items():
                 colour, _ = look(name)
@@ -173,14 +172,14 @@ class Figure7(Shown):
                             color=colour,
                             linewidth=1.2,
                             linestyle="--" if name.endswith("-4") or name == "shared-full" else "-",
-                            label=None if number else name,
+                            label=None if number or axis is not axes[0] else plots.short(name),
                         )
             axes[0].set(xlabel="updates", ylabel="training loss, nats per phone", title="Convergence by updates")
             for axis in axes[1:]:
                 axis.set(xlabel="seconds", title="Convergence by time")
             for axis in axes:
                 axis.grid(True)
-            axes[0].legend(fontsize=8)
+            figure.legend(loc="outside right upper")
             return plots.as_png(figure)
 
     def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from clusterattn._errors import bad_value
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.measure.words import counted
 
 from ..clustering import NeuralClustering, spread_out
 from ..tasks.files import inside
@@ -113,7 +114,7 @@ class Table6(Experiment):
         """Accuracy against k, ours with the spread over seeds, the paper's hollow."""
         colours = dict(zip(SAYS, ("#009E73", "#0072B2", "#56B4E9", "#D55E00", "#B0A8A0"), strict=True))
         with plots.rules():
-            figure = plots.canvas(7.2, 4.6)
+            figure = plots.canvas(9.2, 4.6)
             axis = figure.subplots()
             for method in config.methods:
                 ours = {k: found for k in config.clusters if (found := chosen(rows, "accuracy", method=method, k=k))}
@@ -136,15 +137,15 @@ class Table6(Experiment):
             axis.plot([], [], "s", mfc="none", mec="#555555", ms=8, label="the paper's")
             axis.set(xlabel="clusters", ylabel="accuracy on test images (%)", title="Clusters that vote on MNIST")
             axis.grid(True)
-            axis.legend()
+            figure.legend(loc="outside right upper")
             return plots.as_png(figure)
 
     def differences(self, config: MnistConfig) -> list[str]:
         lines = [
             "The paper does not say how clusters are scored: here each takes the class most common among its training "
             "images, and accuracy is that of the test images. Classes are used for nothing else.",
-            f"Neural clustering has {config.steps} steps, k-means (from k-means++ starts) and the map at most "
-            f"{config.rounds} passes; the paper gives neither.",
+            f"Neural clustering has {counted(config.steps, 'step')}, k-means (from k-means++ starts) and the map at "
+            f"most {config.rounds} passes; the paper gives neither.",
             "Neural clustering compares by cosine, keeps what is in the data by a loss of its own, assigns points to "
             "the nearest centroid, and trains the centroids themselves. The last column assigns and updates as eqs. 2 "
             "to 4 have it, still by cosine and with that loss; the paper's similarity is the inner product "

@@ -209,11 +209,11 @@ class ClusterFormerFig5(ClusterFormerTable3):
 
     def picture(self, rows: Sequence[Row], config: TextConfig) -> bytes | None:
         with plots.rules():
-            figure = plots.canvas(6.2, 3.8)
+            figure = plots.canvas(9.2, 3.8)
             axes = figure.subplots()
             for method in self.methods(config):
                 for at, row in enumerate(self._curves(rows, method)):
-                    colour, marker = plots.style_of("exact" if method == "transformer" else in_paper(method))
+                    colour, marker = plots.style_of(method)
                     axes.plot(
                         [each["epoch"] for each in row["history"]],
                         [each["loss"] for each in row["history"]],
@@ -227,7 +227,7 @@ class ClusterFormerFig5(ClusterFormerTable3):
                     )
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)
-            axes.legend()
+            figure.legend(loc="outside right upper")
             return plots.as_png(figure)
 
     def _curves(self, rows: Sequence[Row], method: str) -> list[Row]:

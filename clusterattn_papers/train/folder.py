@@ -69,6 +69,6 @@ def curve(history: Sequence[dict[str, Any]], figure: str) -> bytes:
         drawn = plots.canvas(9, 3.6)
         panels = drawn.subplots(1, 2)
         for panel, key, title in zip(panels, ("loss", figure), ("training loss", f"{figure} on dev"), strict=True):
-            panel.plot([row["step"] for row in history], [row[key] for row in history], color="tab:blue", marker="o")
+            panel.plot([row["step"] for row in history], [row[key] for row in history], color="#0072B2", marker="o")
             panel.set(xlabel="updates", title=title)
         return plots.as_png(drawn)

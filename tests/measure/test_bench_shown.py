@@ -120,6 +120,54 @@ def test_the_picture_of_a_cpu_has_room_for_its_crossings() -> None:
         assert axis.transAxes.inverted().transform((0, top))[1] < lowest
 
 
+def test_one_colour_for_a_method_whatever_it_is_called() -> None:
+    from clusterattn.measure import plots
+    from clusterattn.methods import METHODS
+
+    assert set(METHODS) <= set(plots.STYLE)
+    assert len({colour for colour, _ in plots.STYLE.values()}) == len(plots.STYLE)
+    for label, name in {
+        "lsh-4": "reformer",
+        "full (SDPA)": "exact",
+        "sdpa": "exact",
+        "shared-full": "exact",
+        "oracle-top": "oracle_top",
+        "improved-100": "improved",
+        "refined:clusters=25,top=8": "refined",
+        "clusterformer-head": "clusterformer",
+    }.items():
+        assert plots.style_of(label) == plots.STYLE[name]
+    assert plots.style_of("something else") == plots.OTHER
+    shown = [plots.short(label) for label in ("lsh-4", "full", "refined:top=8")]
+    assert shown == ["reformer-4", "full", "refined (8 top)"]
+
+
+def test_an_axis_is_logarithmic_where_one_outlier_would_flatten_the_rest() -> None:
+    from clusterattn.measure.plots_model import flattened
+
+    assert flattened([12.0, 12.5, 13.0, 900.0])
+    assert not flattened([12.0, 12.5, 13.0, 20.0])
+    assert not flattened([0.0, 0.5, 90.0])  # no logarithm of nothing
+
+
+def test_numbers_in_words() -> None:
+    from clusterattn.measure.words import counted
+
+    assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+
+
+def test_the_picture_of_a_pretrained_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    drawn = script("pretrained")
+    rows = [
+        {"method": name, "settings": {"method": name.split(":")[0]}, "cost_share": share, "seconds": share, "kl": off}
+        for name, share, off in (("exact", 1.0, 0.0), ("refined", 0.2, 0.01), ("smyrf:rounds=2", 0.3, 5.0))
+    ]
+    drawn.picture("toy", rows, ["kl"], tmp_path)
+    assert (tmp_path / "pretrained-toy.png").read_bytes().startswith(b"\x89PNG")
+
+
 # ---------------------------------------------------------------- benchmarks/gpu.py
 
 
