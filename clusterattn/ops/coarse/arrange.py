@@ -81,13 +81,3 @@ def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, fir
 def put_back(dk: Tensor, dv: Tensor, keys: Arranged) -> tuple[Tensor, Tensor]:
     """Gradients of the arranged keys and values, where these came from."""
     return (dk, dv) if keys.order is None else _moved(dk, dv, keys.order, back=True)
-
-
-def original(at: Tensor, keys: Arranged, heads: int) -> Tensor:
-    """Positions (b*h ...) among the arranged keys -> among the keys as they came; -1 stays."""
-    if keys.order is None:
-        return at
-    b, hk, m = keys.k.shape[:3]
-    order = keys.order.view(b, hk, m).repeat_interleave(heads // hk, 1).view(b * heads, m)
-    found = order.gather(1, at.clamp(min=0).flatten(1)).view_as(at).to(at.dtype)
-    return torch.where(at < 0, at, found)
