@@ -33,10 +33,11 @@ SHOWN_LAYERS = 3  # attention maps: of the first, the middle and the last layer
 
 @dataclass(frozen=True)
 class Head:
-    """q and k of one head of one sequence without its padding, kept for its map."""
+    """q, k and v of one head of one sequence without its padding, kept for its map."""
 
     q: Tensor  # (1 1 n d)
     k: Tensor  # (1 1 m d)
+    v: Tensor  # (1 1 m e)
     scale: float | None
     causal: bool
     at: int
@@ -51,7 +52,7 @@ class Head:
         options: dict[str, Any] = {"causal": self.causal, "scale": self.scale}
         found = {"exact": exact_matrix(self.q, self.k, dtype=torch.float32, **options)[0, 0]}
         for label, method in self.methods.items():
-            found[label] = attention_matrix(self.q, self.k, method=method, **options)[0, 0]
+            found[label] = attention_matrix(self.q, self.k, self.v, method=method, **options)[0, 0]
         return found
 
 
@@ -208,14 +209,16 @@ class _Look:
         """The head with the median error, of the first sequence: neither the best nor the worst is picked for show."""
         h, hk = call.q.shape[1], call.k.shape[1]
         at = int(errors.argsort()[(h - 1) // 2])
-        q, k = call.q[0, at], call.k[0, at * hk // h]
-        q, k = (x if real is None else x[real[0]] for x, real in ((q, call.query_mask), (k, call.key_mask)))
+        q, k, v = call.q[0, at], call.k[0, at * hk // h], call.v[0, at * hk // h]
+        both = ((q, call.query_mask), (k, call.key_mask), (v, call.key_mask))
+        q, k, v = (x if real is None else x[real[0]] for x, real in both)
         methods: dict[str, Method] = {}
         for label, plan in self.plans.items():
             mine = planned(plan, name)
             if mine is not None:
                 methods[label] = mine if isinstance(mine, Method) else mine[at]
-        return Head(q[None, None].clone(), k[None, None].clone(), call.scale, call.causal, at, methods)
+        alone = (x[None, None].clone() for x in (q, k, v))
+        return Head(*alone, call.scale, call.causal, at, methods)
 
     def errors(self) -> dict[str, dict[str, Tensor]]:
         return {

@@ -225,7 +225,7 @@ def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: i
     q, k, v = (x[:1, :, :CHECKED_LENGTH] for x in (sample.q, sample.k, sample.v))
     key_mask = None if sample.key_mask is None else sample.key_mask[:1, :CHECKED_LENGTH]
     call: dict[str, Any] = {"method": method, "key_mask": key_mask, "causal": causal, "seed": seed}
-    d_out, given = direction(Sample(q, k, v)), groups(q.double(), k.double(), backend="reference", **call)
+    d_out, given = direction(Sample(q, k, v)), groups(q.double(), k.double(), v.double(), backend="reference", **call)
 
     def outcome(dtype: torch.dtype, backend: str) -> list[Tensor]:
         leaves = [x.to(dtype).detach().requires_grad_(backward) for x in (q, k, v)]

@@ -46,11 +46,11 @@ class Comparison:
     def weights(self, label: str, b: int) -> Tensor:
         """The dense (h n m) weights that a method applies in one batch element."""
         part = self.sample.batch_element(b)
-        return attention_matrix(part.q, part.k, method=self.methods[label], **self._call(part))[0]
+        return attention_matrix(part.q, part.k, part.v, method=self.methods[label], **self._call(part))[0]
 
     def groups(self, label: str, b: int) -> Groups:
         part = self.sample.batch_element(b)
-        return groups(part.q, part.k, method=self.methods[label], **self._call(part))
+        return groups(part.q, part.k, part.v, method=self.methods[label], **self._call(part))
 
     def clustered(self) -> list[str]:
         """Labels of the methods that make clusters of queries."""
@@ -252,7 +252,7 @@ def _laid_out(sample: Sample) -> tuple[list[int], list[str]]:
 
 
 def _row_l1(part: Sample, method: Method, causal: bool, seed: int) -> float:
-    weights = attention_matrix(part.q, part.k, method=method, **masks(part, causal, seed))
+    weights = attention_matrix(part.q, part.k, part.v, method=method, **masks(part, causal, seed))
     exact = exact_matrix(
         part.q,
         part.k,

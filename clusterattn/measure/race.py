@@ -155,7 +155,7 @@ class Race:
         limit = GRADIENT_DRIFT if backward else 8 * torch.finfo(self.dtype).eps + DRIFT
         leaves = [x.detach().requires_grad_(backward) for x in (sample.q, sample.k, sample.v)]
         try:
-            given = groups(sample.q, sample.k, **options)
+            given = groups(sample.q, sample.k, sample.v, **options)
             with torch.set_grad_enabled(backward):
                 out = attention(*leaves, groups=given, backend="reference", **options)
             right = {"out": out}
