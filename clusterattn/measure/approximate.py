@@ -217,8 +217,8 @@ class _Look:
             mine = planned(plan, name)
             if mine is not None:
                 methods[label] = mine if isinstance(mine, Method) else mine[at]
-        alone = (x[None, None].clone() for x in (q, k, v))
-        return Head(*alone, call.scale, call.causal, at, methods)
+        q, k, v = (x[None, None].clone() for x in (q, k, v))
+        return Head(q, k, v, call.scale, call.causal, at, methods)
 
     def errors(self) -> dict[str, dict[str, Tensor]]:
         return {
