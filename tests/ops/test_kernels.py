@@ -118,7 +118,8 @@ def test_keys_beside_values_are_the_same_points(heads: int) -> None:
         for name in ("reference", "triton")
     )
     assert torch.allclose(plain, kernel, atol=1e-4)
-    assert abs(float(plain[..., -40:].std()) * 40**0.5 - 1) < 0.2  # the values' spread is one
+    spread = plain[..., -40:].var(2, correction=0).sum(-1).sqrt()  # of the values, over all keys: nearly that of some
+    assert torch.allclose(spread, torch.ones_like(spread), atol=0.25)
 
 
 def test_opcheck_with_kernels() -> None:
