@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from .._chunks import wide
+from ..kmeans.reference import rows_at
 from ..rows import broadcast
-
-
-def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """x (b h n d), at (b h s) -> (b h s d); -1 takes any row."""
-    return x.gather(2, at.clamp(min=0).unsqueeze(-1).expand(*at.shape, x.shape[-1]))
 
 
 def _spread(x: Tensor, at: Tensor) -> Tensor:
