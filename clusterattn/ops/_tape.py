@@ -1,7 +1,7 @@
 """A call written down once and played again: its kernels, without what chose them.
 
 A call runs a few dozen kernels, and Python takes longer to choose them than the device to run them. Which ones run, and
-with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and writes down its launches,
+with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and notes its launches,
 torch's operators between them, and the memory that they pass on to each other. A ``Tape`` plays them again for other
 tensors of the same shapes and strides: memory for all of them is one allocation, laid out beforehand, and kernels are
 called by address. Nothing is kept between two plays but numbers; the stream is the caller's.
@@ -297,6 +297,7 @@ class Half:
         for slot, draw in self.draws:
             made[slot] = draw(seed)
         bases = [0 if x is None else x.data_ptr() for x in inputs]
+        bases += [0] * (self.inputs - len(bases))  # gradients come later
         bases += (scratch.data_ptr(), 0 if memory is None else memory.data_ptr())
         bases += [made[slot].data_ptr() if slot in made else 0 for slot in self.bases]
         table = [bases[base] + offset for base, offset in self.table]
