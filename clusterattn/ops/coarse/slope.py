@@ -126,6 +126,29 @@ def slope_kernel(
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
 
 
+@jit
+def added_kernel(PART, TOTAL, size, splits, BS: tl.constexpr, BX: tl.constexpr):
+    """TOTAL (lead size): the sum of PART (lead splits size), split by split."""
+    lead, at, split = tl.program_id(1).to(tl.int64), tl.program_id(0) * BX + tl.arange(0, BX), tl.arange(0, BS)
+    total = tl.zeros((BX,), tl.float32)
+    for first in range(0, splits, BS):
+        mask = (first + split < splits)[:, None] & (at < size)[None, :]
+        place = (lead * splits + first + split)[:, None] * size + at[None, :]
+        total += tl.sum(tl.load(PART + place, mask=mask, other=0.0), 0)
+    tl.store(TOTAL + lead * size + at, total, mask=at < size)
+
+
+def added(part: Tensor) -> Tensor:
+    """(lead splits d e) -> (lead d e)."""
+    lead, splits, d, e = part.shape
+    total = torch.empty(lead, d, e, dtype=torch.float32, device=part.device)
+    launch(
+        added_kernel, (cdiv(d * e, 256), lead), (part, total), (d * e, splits),
+        BS=min(16, power(splits, least=1)), BX=256, num_warps=4,
+    )  # fmt: skip
+    return total
+
+
 def _sizes(keys: Arranged) -> dict[str, Any]:
     d, e = power(keys.k.shape[-1]), power(keys.v.shape[-1])
     width = (d + e) * keys.k.element_size()
@@ -167,4 +190,4 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
     )  # fmt: skip
-    return replace(found, slope=part.sum(2))
+    return replace(found, slope=added(part.flatten(0, 1)).view(lead, blocks, d, e))
