@@ -161,7 +161,8 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     launch(
         scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
         (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
+        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4,
+        num_stages=2, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
@@ -204,8 +205,8 @@ def near_kernel(
         row, there = seat[:, None], (other < total)[:, None]
         k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
         v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-        dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
-        dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
+        dk += tl.dot(same.to(k.dtype), k, input_precision="tf32x3")
+        dv += tl.dot(same.to(v.dtype), v, input_precision="tf32x3")
         start += BN
         following = tl.load(TOKENS + tl.minimum(start, total - 1))
         going = (start < total) & (following == last)
