@@ -14,7 +14,7 @@ The reference runs plainly and with every product rounded to the dtype, as the k
 
 An equal choice or an equally good one: both references attend with the groups and the near keys that the kernel chose,
 so that a tie is no difference; what the kernel chose must then be as good as the best, within the rounding of a score,
-and its clusters as tight as those of the reference. And twice the same bits; and what stands in padded positions (NaN)
+and its clusters as tight as those of the reference. And the same bits again, other calls between; and what stands in padded positions (NaN)
 reaches nobody. Exit status 1 where a case fails; each failure is printed with the line that repeats it.
 """
 
@@ -32,7 +32,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,9 @@ def case(seed: int, number: int, small: bool) -> Case:
     d = draw.choice((16, 32, 40, 64, 64, 64, 80, 96, 128, 128, 256))
     e = d if draw.random() < 0.6 else draw.choice((16, 32, 64, 128))
     if dtype == "fp32" and d == 256:  # minutes of compiling
-        d = 128
+        d, e = 128, min(e, 128)
+    if "refined" in method or "parts" in method:  # keys beside their values are wider than either
+        e = min(e, 128)
     masks, layout = draw.choice(("none", "right", "left", "holes")), draw.choice(LAYOUTS)
     heads, given = draw.choice(((2, 2), (4, 2), (3, 1))), draw.random() < 0.5
     draw = random.Random(f"size {seed} {number}")
@@ -235,7 +237,8 @@ class Near:
     """The near keys that a kernel chose, put in the place of the reference's own; and how good they were."""
 
     def __init__(self, eps: float) -> None:
-        self.eps, self.chosen, self.worst = eps, None, 0.0
+        self.eps, self.worst = eps, 0.0
+        self.chosen: Tensor | None = None
         self._sequence = 0
 
     @contextmanager
@@ -245,19 +248,22 @@ class Near:
 
         def noted(c: Tensor, keys: Any, reach: Any, top: int) -> tuple[Tensor, Tensor]:
             near, bits = select(c, keys, reach, top)
-            at = near
-            if keys.order is not None:
-                group = c.shape[1] // keys.k.shape[1]
-                order = keys.order.long().repeat_interleave(group, 0)
-                at = order.gather(1, near.clamp(min=0).flatten(1)).view_as(near).masked_fill(near < 0, -1)
-            self.chosen = at
+            if not first:  # a call may be made once more, to be written down
+                first.append((near, keys.order, c.shape[1] // keys.k.shape[1]))
             return near, bits
 
+        first: list[tuple[Tensor, Tensor | None, int]] = []
         coarse_kernels.select = noted
         try:
             yield
         finally:
             coarse_kernels.select = select
+        for near, order, group in first:
+            self.chosen = near
+            if order is not None:
+                order = order.long().repeat_interleave(group, 0)
+                at = order.gather(1, near.clamp(min=0).flatten(1)).view_as(near)
+                self.chosen = at.masked_fill(near < 0, -1)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -357,6 +363,9 @@ def faults(x: Case) -> list[str]:
     near._scale = x.d**-0.5
     with near.seen():
         kernel = answers(x, given, dtype, "triton", handed, poison=True)
+    if handed is None:  # a call that was made before is replayed: with other numbers, then with these
+        for seed in range(2):
+            answers(x, inputs(replace(x, seed=seed)), dtype, "triton", None)
     again = answers(x, given, dtype, "triton", handed, poison=True)
     with near.taken():
         exact = answers(x, given, torch.float64, "reference", groups)
