@@ -14,8 +14,10 @@ The reference runs plainly and with every product rounded to the dtype, as the k
 
 An equal choice or an equally good one: both references attend with the groups and the near keys that the kernel chose,
 so that a tie is no difference; what the kernel chose must then be as good as the best, within the rounding of a score,
-and its clusters as tight as those of the reference. And the same bits again, other calls between; and what stands in padded positions (NaN)
-reaches nobody. Exit status 1 where a case fails; each failure is printed with the line that repeats it.
+and its clusters as tight as those of the reference.
+
+And the same bits again, other calls between; and what stands in padded positions (NaN) reaches nobody. Exit status 1
+where a case fails; each failure is printed with the line that repeats it.
 """
 
 from __future__ import annotations
