@@ -6,8 +6,8 @@ compile         each method named by a string inside the compiled region, causal
                 default mode and by "reduce-overhead" (CUDA graphs: called thrice, the third with other numbers); no
                 graph break; out and gradients as close to the eager call as two runs of one arithmetic are
 rank            k-means along a few directions of the keys, in half precision, against the same call in fp32
-million         32 heads x 128 over 1 048 576 tokens, forward and backward: finite, and closer to exact attention on some
-                queries than half of what the mean of the values is
+million         32 heads x 128 over 1 048 576 tokens, forward and backward: finite, and on some queries closer to exact
+                attention than half of what the mean of the values is
 
 Each check is a line, failures last and in a row of results/; exit status 1 where there is one.
 """
