@@ -7,8 +7,8 @@
 
 A case is a random setting of Refined or Improved: clusters 16 ... 2 048, top 0 ... 1 024, parts 1 ... 512, steps 1 ...
 10, any start, metric, rank and sample, head dims 16 ... 256 (d and e different), n and m different, dtypes. Its time is
-told as a share of SDPA's on the same tensors in the same process, turns taken in alternation; beside it stands its
-share of the multiply-adds. Two rules:
+told as a share of SDPA's on the same tensors in the same process, turns taken in alternation (on a CPU one thread, by
+the process's own clock: other programs do no harm); beside it stands its share of the multiply-adds. Two rules:
 
 within   on a CPU, for top <= 512, parts <= 128 and lengths >= 4 096: time share <= 2.5 x multiply-add share, and 0.01
          for what is no multiply-add (a call reads q, k, v and writes out)
@@ -30,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from torch import Tensor
 
 import clusterattn as ca
 from clusterattn.measure import Row, append, cost, environment, rows_path
-from clusterattn.measure.speed import captured, interleaved
+from clusterattn.measure.speed import captured, once_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHIN, WITHIN_MORE, APART, NEIGHBOURS, FAR, VIEWS = 2.5, 0.01, 3.0, 31, 1.3, 1.1
@@ -118,6 +118,14 @@ def tensors(x: Case, device: str, bshd: bool = False) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
+def fastest(runs: Mapping[str, Callable[[], object]], repetitions: int, device: str) -> dict[str, float]:
+    """Seconds of the fastest turn of each, turns taken in alternation."""
+    for run in runs.values():
+        run()
+    turns = [{name: once_alone(run, device) for name, run in runs.items()} for _ in range(repetitions)]
+    return {name: min(turn[name] for turn in turns) for name in runs}
+
+
 def measured(x: Case, device: str, repetitions: int) -> Row:
     """Seconds of the method and of SDPA."""
     q, k, v = tensors(x, device)
@@ -135,8 +143,8 @@ def measured(x: Case, device: str, repetitions: int) -> Row:
         for run in runs.values():
             run()
         runs = {name: captured(run) for name, run in runs.items()}
-    turns = interleaved(runs, repetitions=repetitions, device=device, seconds=20.0)
-    mine, theirs = min(turns["ours"]), min(turns["exact"])
+    best = fastest(runs, repetitions, device)
+    mine, theirs = best["ours"], best["exact"]
     return {**asdict(x), "seconds": mine, "sdpa_seconds": theirs, "time_share": mine / theirs, "cost_share": x.share}
 
 
@@ -166,7 +174,6 @@ def starts(device: str, repetitions: int) -> list[str]:
     n, heads = (8192, 8) if device == "cuda" else (4096, 2)
     dtype = "bf16" if device == "cuda" else "fp32"
     for clusters, parts, sample in ((64, 64, 1024), (100, 1, 256), (256, 64, 2048), (512, 128, 4096)):
-        times = {}
         runs: dict[str, Any] = {}
         for start in ("random", "far"):
             spec = f"refined:clusters={clusters},top=32,parts={parts},slope=true,steps=3,sample={sample},start={start}"
@@ -178,7 +185,7 @@ def starts(device: str, repetitions: int) -> list[str]:
 
             run()
             runs[start] = captured(run) if device == "cuda" else run
-        times = {name: min(each) for name, each in interleaved(runs, repetitions=repetitions, device=device).items()}
+        times = fastest(runs, repetitions, device)
         ratio = times["far"] / times["random"]
         line = f"clusters {clusters}, parts {parts}, sample {sample}: far-apart starts {ratio:.2f} x random ones"
         print(line, flush=True)
@@ -211,8 +218,8 @@ def views(device: str, repetitions: int) -> list[str]:
                 run = passes([t.requires_grad_(backward) for t in tensors(x, device, bshd)], spec, backward)
                 run()
                 runs[name] = captured(run) if device == "cuda" else run
-            turns = interleaved(runs, repetitions=repetitions, device=device)
-            ratio = min(turns["views"]) / min(turns["contiguous"])
+            times = fastest(runs, repetitions, device)
+            ratio = times["views"] / times["contiguous"]
             line = f"{spec}, {'forward + backward' if backward else 'forward'}: views {ratio:.2f} x contiguous"
             print(line, flush=True)
             if ratio > VIEWS:
