@@ -76,6 +76,8 @@ class Clustered(Method):
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         find = self._by_block if call.mask.causal else self._whole
         labels, member_of, clusters = find(q.detach(), k.detach(), call)
+        if clusters == 0:  # a causal call of one block: it attends to itself
+            return Clusters(labels, labels[..., :0], q[:, :, :0], member_of), None
         members = call.ops.members(member_of, clusters, q)
         means, counts = call.ops.means(q, member_of, clusters, members=members)
         return Clusters(labels, counts, means, member_of, members), None

@@ -150,9 +150,11 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
-    tile = {"BC": min(64, power(clusters)), "BM": 128, "BD": power(d)}
+    wide = power(d) * k.element_size()  # bytes of a key: of wide ones fewer are under way at a time
+    # fp32 is multiplied number by number: large tiles take the compiler a minute
+    tile = {"BC": min(64 if half else 32, power(clusters)), "BM": 128 if half else 64, "BD": power(d)}
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
-    group = 0 if m <= max(512, 16 * top) else min(128, power(math.isqrt(m // top), least=8))
+    group = 0 if m <= max(512, 16 * top) else min(tile["BM"], power(math.isqrt(m // top), least=8))
     groups = cdiv(m, group) if group else 0
     scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
     best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
