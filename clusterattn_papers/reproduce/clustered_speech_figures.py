@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -160,24 +161,28 @@ class Figure7(Shown):
         paces = {name: pace(rows, name, config.layers) for name in config.trained}
         panels = 2 if any(paces.values()) else 1  # seconds, where they were measured
         with plots.rules():
-            figure = plots.canvas(4.75 * panels + 1.6, 3.8)
-            axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+            figure = plots.canvas(4.75 * panels + 1.6, 6.8)
+            axes = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
             for name, seconds in paces.items():
                 colour, _ = look(name)
-                for axis, factor in zip(axes, (1.0, seconds), strict=False):
+                for (down, place), (across, factor) in itertools.product(
+                    enumerate((LOSS, DEV_LOSS)), enumerate((1.0, seconds)[:panels])
+                ):
                     for number, row in enumerate(self.with_history(rows, config, name) if factor is not None else ()):
-                        axis.plot(
+                        axes[down][across].plot(
                             [factor * line[HISTORY.index("step")] for line in row["history"]],
-                            [line[LOSS] for line in row["history"]],
+                            [line[place] for line in row["history"]],
                             color=colour,
                             linewidth=1.2,
                             linestyle="--" if name.endswith("-4") or name == "shared-full" else "-",
-                            label=None if number or axis is not axes[0] else plots.short(name),
+                            label=None if number or down or across else plots.short(name),
                         )
-            axes[0].set(xlabel="updates", ylabel="training loss, nats per phone", title="Convergence by updates")
-            for axis in axes[1:]:
-                axis.set(xlabel="seconds", title="Convergence by time")
-            for axis in axes:
+            for row, which in zip(axes, ("training", "validation"), strict=True):
+                row[0].set_ylabel(f"{which} loss, nats per phone")
+            for column, (what, unit) in enumerate((("updates", "updates"), ("time", "seconds"))[:panels]):
+                axes[0][column].set_title(f"Convergence by {what}")
+                axes[1][column].set_xlabel(unit)
+            for axis in axes.flat:
                 axis.grid(True)
             figure.legend(loc="outside right upper")
             return plots.as_png(figure)
