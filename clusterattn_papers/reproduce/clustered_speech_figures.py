@@ -9,9 +9,10 @@ from typing import Any
 
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.measure.words import counted
 
 from ._experiment import Cell, Table, apart, chosen, lead, spread
-from ._speech import ANSWERING, HISTORY, SpeechConfig
+from ._speech import ANSWERING, FINE_TUNED, HISTORY, SpeechConfig
 from .clustered_speech import (
     DEV_LOSS,
     LOSS,
@@ -98,10 +99,20 @@ class Figure1(Shown):
             return plots.as_png(figure)
 
     def differences(self, config: SpeechConfig) -> list[str]:
+        rule = FINE_TUNED.get(config)
+        if rule is None:
+            training = (
+                "are all trained from scratch; the paper fine-tunes the larger numbers of clusters from the model "
+                "with 100"
+            )
+        else:
+            training = (
+                f"with more than {rule.clusters} clusters are fine-tuned from the model with so many, for "
+                f"{counted(rule.epochs, 'epoch')} at {rule.lr:g}; published: 15 epochs at 1e-05"
+            )
         return [
             *super().differences(config),
-            "Models with other layers or clusters than Table 1's have one seed, and are all trained from scratch; "
-            "the paper fine-tunes the larger numbers of clusters from the model with 100 (C.3.1).",
+            f"Models with other layers or clusters than Table 1's have one seed, and {training} (C.3.1).",
         ]
 
     def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
