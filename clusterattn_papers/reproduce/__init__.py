@@ -10,6 +10,7 @@ from ._experiment import Cell, Context, Experiment, Table, beside, chosen, sprea
 MODULES: tuple[str, ...] = (
     "clustered_speech",
     "clustered_speech_figures",
+    "clustered_far",
     "clustered_table4",
     "clustered_fig5",
     "clustered_fig8",

@@ -177,22 +177,30 @@ def task_of(config: SpeechConfig, context: Context, seed: int) -> Speech:
     return Speech.read(context.folder(config.data))  # a user's own .wav and .txt
 
 
-def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
+def invented_recordings() -> list[Recording]:
     """Three phones, each a direction in feature space held for six frames, then two of silence."""
     dice = torch.Generator().manual_seed(0)
     phones = [torch.randint(3, (2,), generator=dice) for _ in range(24)]
     held = torch.tensor([1.0] * 6 + [0.0] * 2).repeat(2).unsqueeze(1)
     heard = [torch.eye(5)[each].repeat_interleave(8, 0) * held for each in phones]
-    spoken = [
+    return [
         Recording(sound + 0.1 * torch.randn(16, 5, generator=dice), each)
         for sound, each in zip(heard, phones, strict=True)
     ]
+
+
+INVENTED_PHONES = ["AA", "IY", "UW"]
+
+
+def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
+    """Speech made up in code."""
+    spoken = invented_recordings()
     splits: dict[str, Sequence[Recording]] = {
         "train": joined(spoken[:16], frames, joinings, seed),
         "dev": joined(spoken[16:20], frames, 1, 0),
         "test": joined(spoken[20:], frames, 1, 0),
     }
-    return Speech(splits, ["AA", "IY", "UW"], features=5, length=frames)
+    return Speech(splits, INVENTED_PHONES, features=5, length=frames)
 
 
 class Trained(Experiment):
@@ -224,6 +232,9 @@ class Trained(Experiment):
                 for name, layers in paces
             ),
         ]
+
+    def task(self, cell: Cell, config: SpeechConfig, context: Context) -> Speech:
+        return task_of(config, context, cell.settings["seed"])
 
     def run(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         return self._pace(cell, config, context) if "pace" in cell.settings else self._train(cell, config, context)
@@ -273,7 +284,7 @@ class Trained(Experiment):
 
     def _train(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         name, layers, seed = (cell.settings[key] for key in ("trained", "layers", "seed"))
-        task = task_of(config, context, seed)
+        task = self.task(cell, config, context)
         fitted, start = self._fitted(task, cell, config, context, context.work.parent)
         main = layers == config.layers and name in config.trained
         others = [each for each in config.evaluated if fits(each, name)] if main else []
