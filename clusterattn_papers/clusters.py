@@ -141,6 +141,10 @@ def look(
         raise bad_value(
             "a method that groups queries: clustered, improved or refined", method.name, "--method clustered"
         )
+    try:
+        wanted = re.compile(only or "")
+    except re.error as error:
+        raise bad_value("--layers, a regular expression", f"{only!r}: {error}", "--layers encoder") from None
     hf = need("clusterattn.hf", "hf")
     passages: list[Passage] = []
     again: list[Tensor] = []
@@ -148,7 +152,7 @@ def look(
     left_out: dict[str, None] = {}
 
     def note(name: str, call: LayerCall) -> None:
-        if only is not None and not re.search(only, name):
+        if not wanted.search(name):
             return
         if call.q.shape[2] != call.k.shape[2]:
             left_out[name] = None

@@ -163,5 +163,8 @@ def test_refusals(tmp_path):
     nowhere = run(*words, "--layers", "decoder")
     assert nowhere.exit_code == 2
     assert "decoder" in nowhere.output
+    broken = run(*words, "--layers", "(")
+    assert broken.exit_code == 2
+    assert "regular expression" in broken.output
     missing = run("clusters", model, "--data", tmp_path / "nothing.txt")
     assert missing.exit_code == 2
