@@ -172,8 +172,8 @@ class ClusteredFig5(Experiment):
         if rule is None:
             return []
         table = Table(
-            f"N = {2 * (rule.letters + 1)} with {rule.clusters} clusters, fp32, up to {rule.steps} updates: right "
-            "masked tokens, per cent (the paper's | ours)",
+            f"N = {2 * (rule.letters + 1)} with {rule.clusters} clusters, fp32, up to {rule.steps} updates: masked "
+            "tokens that are right, per cent (the paper's | ours)",
             ["Attention", "best weights", f"after {rule.steps // 2} updates", "first at 99.5 %"],
         )
         for name in rule.methods:
