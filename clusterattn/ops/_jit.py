@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "tl", "triton",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "registers", "rows", "tl",
+    "triton",
     "why_no_kernels",
 ]  # fmt: skip
 
@@ -53,6 +54,13 @@ def why_no_kernels(x: Tensor) -> str | None:
 def power(x: int, least: int = 16) -> int:
     """The next power of two: the width of a tile that holds x."""
     return max(least, 1 << (max(int(x), 1) - 1).bit_length())
+
+
+def registers(k: Tensor, v: Tensor) -> dict[str, int]:
+    """A limit for kernels that wait for memory most of the time: three programs of four warps on a multiprocessor wait
+    side by side, where the compiler would make room for two."""
+    narrow = max(k.shape[-1], v.shape[-1]) <= 64 and k.element_size() == 2
+    return {"maxnreg": 168} if narrow and k.is_cuda else {}
 
 
 def rows(x: Tensor) -> Tensor:

@@ -124,10 +124,14 @@ def groups_kernel(BEST, CHOSEN, groups, top, BG: tl.constexpr, BT: tl.constexpr,
 @jit
 def select_kernel(
     SCORES, CHOSEN, NEAR, BITS, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
-    BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    for first in range(0, words, BW):
+        word = first + tl.arange(0, BW)
+        tl.store(BITS + row * words + word, tl.zeros((BW,), tl.int32), mask=word < words)
+    tl.debug_barrier()  # before the bits are set
     key = slot
     if not ALL:
         place = slot // GROUP
@@ -168,11 +172,11 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
             BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256)),
         )  # fmt: skip
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
-    bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
+    bits = torch.empty(lead, clusters, words, dtype=torch.int32, device=c.device)
     many = few * group if group else power(m)
     launch(
         select_kernel, (lead * clusters,), (scores, chosen, near, bits), (m, words, top),
-        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
+        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, BW=min(1024, power(words)), WIDTH=width,
         num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import tables
@@ -172,6 +173,14 @@ def _product(weights: Tensor, x: Tensor) -> Tensor:
 
 def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse == NEVER, 0.0, lse)
+
+
+def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
+    counts = counts.to(wide(like).dtype)
+    by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
+    few = by_block[..., :SLOPE_CLUSTERS]
+    few = few / few.sum(-1, keepdim=True).clamp(min=1)
+    return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
 
 
 def _shares(lse: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
         nearest_kernel, (cdiv(n, tile), b * h),
         (points, origin if origin is not None else right, right, offset.float().contiguous(), found),
         (n, d, c, h, *points.stride()[:3]),
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)),
+        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(64, power(c)),
         PRECISION=precision(points), num_warps=warps,
     )  # fmt: skip
     return found
