@@ -106,10 +106,10 @@ def step_up(length: int) -> int:
 
 
 def block(n: int, clusters: int) -> int:
-    """Causal blocks: within a block everybody is seen exactly, before it through centroids. n * block against
-    n / block * clusters * n multiply-adds are least where they are equal."""
-    best = math.isqrt(2 * max(clusters, 1) * step(n))
-    return max(64, 1 << (best.bit_length() - 1))
+    """Causal blocks: within a block everybody is seen exactly, before it through centroids, which take keys, values and
+    mean keys. n * block against n / block * clusters * n / 2 * 3 / 2 multiply-adds are least where they are equal."""
+    nearest = math.isqrt(3 * max(clusters, 1) * step(n) // 2).bit_length() - 1  # a power of two, up or down
+    return max(64, 1 << nearest)
 
 
 def stepped(shape: Shape) -> Shape:
@@ -133,7 +133,8 @@ def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]
     from . import method
 
     filled = _filled(method(settings), Shape(*shape))
-    return tuple((name, getattr(filled, name)) for name in (*SIZES, "start", "sample", "rank", "block"))
+    chosen = (*SIZES, "start", "sample", "rank", "block", "share_heads")
+    return tuple((name, getattr(filled, name)) for name in chosen)
 
 
 @lru_cache(maxsize=4096)
@@ -195,8 +196,12 @@ def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
     sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
     # With many queries one more step makes up for far-apart starts, and costs less; and the whole metric costs little.
     long = not at.causal and at.m >= DIFFUSE
+    sizes["share_heads"] = bool(method.share_heads)
+    if at.causal and method.clusters is None:  # as many in all, for all the heads that see the same keys
+        sizes["share_heads"] = at.group > 1 if method.share_heads is None else method.share_heads
+        sizes["clusters"] *= at.group if sizes["share_heads"] else 1
     if at.causal and method.block is None:
-        sizes["block"] = block(at.n, sizes["clusters"])
+        sizes["block"] = block(at.n, sizes["clusters"] // (at.group if sizes["share_heads"] else 1))
     if method.steps is None:
         sample = None  # causal: a block is small
         if not at.causal and at.m < DIFFUSE:
