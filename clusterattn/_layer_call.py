@@ -26,6 +26,7 @@ class LayerCall:
     scale: float | None  # None: 1/sqrt(d)
     method: LayerPlan  # the method that answers
     out: Tensor | None = None  # (b h n e), the answer
+    seed: int = 0  # of the method's draws
 
     def answer(self, method: LayerPlan | None = None) -> Tensor:
         """(b h n e): what the call's method answers, or what another would."""
@@ -70,6 +71,7 @@ class LayerCall:
             query_mask=self.query_mask,
             causal=self.causal,
             scale=self.scale,
+            seed=self.seed,
         )
         return out
 

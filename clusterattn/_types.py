@@ -84,7 +84,8 @@ class Clusters:
 
     ``labels[i]`` is the cluster whose centroid answers for query i, ``member_of[i]`` the cluster that query i
     helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
-    queries and becomes part of a centroid for later ones.
+    queries and becomes part of a centroid for later ones. Query heads that share their clusters (``share_heads``) have
+    one set of counts and means, h being hk there.
     """
 
     labels: Tensor  # (b h n), -1 = no cluster

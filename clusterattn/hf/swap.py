@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,12 +22,15 @@ HOST = "transformers"  # in plans
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
 
 
-def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_below: int | None = None) -> Report:
+def swap(
+    model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_below: int | None = None, seed: int = 0
+) -> Report:
     """Let a method, or a plan's methods, answer for the model's attention layers. Nothing but attributes changes.
 
     model        a transformers model that uses the attention interface, or a module that holds some
     method       None: the plan that came with the model, in its config or in its folder (see ``Plan``)
     exact_below  shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
+    seed         of what the methods draw: the same seed, the same answers
 
     Layers that no method can honour stay exact, and the report says why. Swapping again replaces the first swap.
     """
@@ -43,7 +47,7 @@ def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_bel
     below = chosen.exact_below
     reasons = [chosen.why_exact(each.name, _is_cross(each)) for each in found]
     methods = [Exact() if why else chosen.layers[each.name] for each, why in zip(found, reasons, strict=True)]
-    stamps = [make_stamp(each, method, below) for each, method in zip(found, methods, strict=True)]
+    stamps = [replace(make_stamp(each, method, below), seed=seed) for each, method in zip(found, methods, strict=True)]
 
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)

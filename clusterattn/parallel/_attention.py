@@ -107,6 +107,8 @@ def _recipe(method: MethodSpec) -> Clustered:
             type(recipe).__name__,
             'method="refined", "improved" or "clustered"',
         )
+    if recipe.share_heads:
+        raise bad_value("share_heads=False over ranks", f"{recipe}", "share_heads=False, or ca.attention")
     return recipe
 
 

@@ -150,7 +150,6 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
-    wide = power(d) * k.element_size()  # bytes of a key: of wide ones fewer are under way at a time
     # fp32 is multiplied number by number: large tiles take the compiler a minute
     tile = {"BC": min(64 if half else 32, power(clusters)), "BM": 128 if half else 64, "BD": power(d)}
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
