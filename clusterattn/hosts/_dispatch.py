@@ -14,8 +14,9 @@ from .._plan import LayerPlan
 from .._report import log_once, text
 from .._types import Method
 from ..methods import Exact
+from ..methods.budgets import Shape
 from ._parallel import layout
-from ._served import CallCounts, answer, answer_with_weight, heads_first
+from ._served import CallCounts, answer, answer_with_weight, chosen, heads_first
 
 Answer = Union[Tensor, tuple[Tensor, Tensor]]  # (b n h e), and the log-weight (b n h) where it is asked for
 
@@ -88,7 +89,9 @@ class DiffusersBackend:
         keys = _key_mask(given.mask, q, k)
         method = self._of_heads(q.shape[2], parallel)
         reason = self._why_exact(q, k, method, given, keys, 1 if parallel is None else parallel.ring_degree)
-        self.served.note("exact" if reason else text(self.method), reason)
+        if not reason and isinstance(method, Method):
+            method, reason = self._chosen(method, q, k, v, given, parallel)
+        self.served.note("exact" if reason else text(method), reason)
         if reason:
             return _exact(q, k, v, given)
         where = layout(q.shape[1], self.exact_rows, self.joint, parallel, q.device)
@@ -106,6 +109,15 @@ class DiffusersBackend:
             return self.method
         first = parallel._ulysses_local_rank * heads
         return self.method[first : first + heads]
+
+    @staticmethod
+    def _chosen(
+        method: Method, q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions, parallel: Any
+    ) -> tuple[Method, str]:
+        """Under Ulysses as on one device, whose call has the heads of all ranks."""
+        (b, n, h, d), (_, m, hk, e) = q.shape, v.shape
+        rows = b * h * (1 if parallel is None else parallel.ulysses_degree)
+        return chosen(method, Shape(n, m, d, e, given.causal, h // hk), rows, q.device, q.dtype)
 
     def _why_exact(
         self, q: Tensor, k: Tensor, method: LayerPlan, given: DispatchOptions, keys: Tensor | None, ring: int

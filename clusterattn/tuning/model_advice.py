@@ -47,8 +47,9 @@ def advise_model(
     shared = _shared(model, shown[0])
     rows: tuple[Row, ...] = tuple(
         {
-            "theme": "advise", "method": label, "n": n, "seconds": seconds, "seconds_per_token": seconds / n / shared["b"],
-            "measured": True, "memory_bytes": held[which] if n == length else None, **shared,
+            "theme": "advise", "method": label, "n": n, "measured": True, "seconds": seconds,
+            "seconds_per_token": seconds / (n * shared["b"]), "memory_bytes": held[which] if n == length else None,
+            **shared,
         }
         for n in sorted(taken["exact"])
         for which, label, seconds in (("exact", PEER, taken["exact"][n]), ("tuned", "plan", taken["tuned"][n]))
