@@ -56,7 +56,7 @@ class Layer:
             summed += [h * DIRECTIONS * d, h * DIRECTIONS * WHOLE // NUMBER, h * (SPREAD_SAMPLE + pool * p) * 2 * d]
             summed += [h * p * (DIRECTIONS + d + 1)] * updates
         both = [h * c * t * 2 * d, h * c * p * (1 + 2 * d), h * d * d if size.slope else 0]
-        agreed = (r - 1) * WHOLE * (12 + 4)
+        agreed = (r - 1) * WHOLE * (13 + 4)
         gathered = (r - 1) * h * c * t * NUMBER + agreed
         forward = gathered + sum(_sum(each, r) for each in (*summed, h * c * p, *both))
         return forward, sum(_sum(each, r) for each in (h * c * (d + 1), *both))

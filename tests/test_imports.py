@@ -26,8 +26,9 @@ LAYERS = (
     ("clusterattn.ops",),
     ("clusterattn.methods",),
     ("clusterattn._attention", "clusterattn._plan", "clusterattn._report", "clusterattn._layer_call"),
+    ("clusterattn.parallel",),
     ("clusterattn.nn",),
-    ("clusterattn.hf", "clusterattn.hosts", "clusterattn.parallel"),
+    ("clusterattn.hf", "clusterattn.hosts"),
     ("clusterattn.measure",),
     ("clusterattn.tuning",),
     ("clusterattn",),  # the public names

@@ -82,6 +82,8 @@ def test_diffusers(faster: Callable[[str], None]) -> None:
     named = wan()
     ca.hosts.diffusers.swap(named, refined, min_length=64)
     assert torch.equal(answer(model, inputs), answer(named, inputs))
+    for each in (model, named):  # the registry as it was
+        ca.hosts.diffusers.restore(each)
 
 
 def test_diffusers_chooses_under_ulysses_as_one_device_does(faster: Callable[[str], None]) -> None:
