@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._documents import Ids, Starts, of_rows
 from ._errors import bad_type, bad_value
 from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
@@ -34,6 +35,7 @@ def attention(
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
     causal: bool = False,
+    documents: Tensor | tuple[Tensor, Tensor] | Starts | None = None,
     scale: float | None = None,
     generator: torch.Generator | None = None,
     seed: int | Tensor = 0,
@@ -58,6 +60,9 @@ def attention(
                  beyond m as m
     query_mask   bool (b n), True = a real query; others answer 0
     causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
+    documents    whole numbers (b n), or a pair (b n), (b m): tokens of one row with one number are a document, which is
+                 grouped and answered as if it were alone; tokens below 0 are nobody's. The host reads the numbers once,
+                 for as long as the tensors live. ``ca.varlen_attention`` says more
     scale        of the logits, 1/sqrt(d) by default
     seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
                  A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
@@ -72,6 +77,15 @@ def attention(
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
+    if documents is not None:
+        for word, value in (("attn_mask", attn_mask), ("groups", groups), ("return_state", return_state or None)):
+            if value is not None:
+                raise bad_value(f"documents without {word}=", "both", "a call for each document")
+        recipe = Exact() if isinstance(recipe, Auto) and dropout_p > 0.0 else recipe
+        call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, False, scale, generator, seed, backend, points)
+        call = _with_extras(call, recipe, q, k, None, dropout_p, state, return_lse, False)
+        of_each = documents if isinstance(documents, Starts) else _ids(documents, q, k)
+        return of_rows(attention, recipe, q, k, v, of_each, query_mask, bool(causal), backend, call)
     recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))
     call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
@@ -133,6 +147,8 @@ def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: A
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
             raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
+    if options.get("documents") is not None:
+        raise bad_value("attention_matrix without documents", "documents", "a matrix for each document")
     if q.dim() != 4 or k.dim() != 4:
         return attention(q, k, k, **options)  # type: ignore[no-any-return]  # `attention` will say what is wrong with these
     recipe = as_method(options.pop("method", DEFAULT))
@@ -190,9 +206,7 @@ def _only(
     return None if groups is None else Refined
 
 
-def _filled(
-    recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: type[Method] | None = None
-) -> Method:
+def _filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: type[Method] | None = None) -> Method:
     """The recipe with what it leaves open chosen for this call: Auto's method (``only`` what the call asks for), and
     sizes. Shapes that do not agree are refused later."""
     (b, h, n, d), (hk, m), e = q.shape, k.shape[1:3], v.shape[3]
@@ -294,6 +308,17 @@ def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.dev
         )
     if row.device != device:
         raise bad_value(f"{name} on {device}", row.device, f"{name}.to(q.device)")
+
+
+def _ids(documents: object, q: Tensor, k: Tensor) -> Ids:
+    ids = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    (b, n), m = q.shape[0::2], k.shape[2]
+    if len(ids) != 2 or (ids[0] is ids[1] and n != m):
+        wanted = f"documents ({b} {n}) of the queries and ({b} {m}) of the keys"
+        raise bad_value(wanted, "one tensor" if len(ids) == 2 else f"{len(ids)}", "documents=(of_queries, of_keys)")
+    _check_row("documents", ids[0], (b, n), q.device, whole=True)
+    _check_row("documents", ids[1], (b, m), q.device, whole=True)
+    return Ids(*ids)
 
 
 def _with_extras(
