@@ -1,7 +1,8 @@
 """Packed sequences: documents of many lengths in one row, answered in a few calls and with little padding.
 
 Documents of similar length share a batch, padded to the longest of them: every method, verb and kernel serves it as it
-is. Documents that are answered exactly are never padded. One index moves the tokens there, and back.
+is. How similar is a matter of cost: a batch more, or so many tokens of padding. Documents that are answered exactly are
+never padded. One index moves the tokens there, and back.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ._types import Call, Method
 from .methods import Auto, Exact
 from .methods.budgets import Shape
 
-FEW = 64  # documents of up to so many tokens share a batch
-STEP = 1.25  # of others the longest in a batch has less than so many times the tokens of the shortest
+FEW = 64  # documents of up to so many tokens are of similar length
+STEP = 1.25  # so are others, where the longest has less than so many times the tokens of the shortest
+CALL = {"cpu": 512, "cuda": 65536}  # a call costs about as much as answering for so many tokens of one head
 
 Group = tuple[int, ...]  # documents
 
@@ -104,10 +106,11 @@ def by_document(
 
     points (tokens x) go where the queries go. ``more`` goes to every call of ``attention``.
     """
-    recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal)
+    aligned = causal or recipe.positional
+    recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, similar(documents, aligned))
     square = not causal or all(documents.queries[i] == documents.keys[i] for i in exact)
     packed = square and not lse and Exact().packs(q, v, more["dropout_p"])
-    places = slots_for(documents, exact, groups, packed, q)
+    places = slots_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
     q, k, v = places.queries(q), places.keys(k), places.keys(v)
     points = None if points is None else places.queries(points.unsqueeze(0))
     answers = []
@@ -127,10 +130,10 @@ def by_document(
 
 
 def _chosen(
-    recipe: Method, q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool
+    recipe: Method, q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool, groups: list[Group]
 ) -> tuple[Method, Group, list[Group]]:
     """A method with one set of sizes, from the longest document; the documents that Exact answers instead; and the
-    others, those that share a batch together."""
+    groups of the others."""
     for n, m in documents.sizes if recipe.self_only else ():
         if n and m and n != m:
             wanted = f"as many keys as queries in each document: {type(recipe).__name__} is self-attention only"
@@ -138,8 +141,7 @@ def _chosen(
     (h, _, d), hk, e = q.shape, k.shape[0], v.shape[2]
     longest, group = documents.longest, h // hk
     if isinstance(recipe, Exact):
-        return recipe, tuple(i for i, (n, m) in enumerate(documents.sizes) if n and m), []
-    groups = similar(documents, causal or recipe.positional)
+        return recipe, tuple(sorted(itertools.chain(*groups))), []
     if not isinstance(recipe, Auto):
         n, m = (max(length, 1) for length in longest)
         return recipe.at(n, m, d, e, causal=causal, group=group), (), groups
@@ -206,7 +208,7 @@ def _placed(x: Tensor, slots: Tensor | None, total: int) -> Tensor:
 
 
 def similar(documents: Documents, aligned: bool) -> list[Group]:
-    """Documents of similar length. Those without queries or without keys are in no group.
+    """Groups of documents of similar length. Those without queries or without keys are in none.
 
     aligned: it matters beside which key a query stands. A padded row keeps that where all its documents have equally
     many keys more than queries.
@@ -223,6 +225,41 @@ def similar(documents: Documents, aligned: bool) -> list[Group]:
 
 def _rung(length: int) -> int:
     return max(math.ceil(math.log(length / FEW, STEP)), 0)
+
+
+def merged(documents: Documents, groups: list[Group], aligned: bool, q: Tensor) -> list[Group]:
+    """Neighbours among the groups share a batch where padding costs less than one more call: of all ways to cut the row
+    of groups, from short to long, the one that costs least."""
+    call = CALL.get(q.device.type, CALL["cuda"]) / q.shape[0]
+    key = (tuple(groups), aligned, call)
+    if key not in documents.made:
+        kinds: dict[int, list[Group]] = {}
+        for group in groups:
+            n, m = documents.queries[group[0]], documents.keys[group[0]]
+            kinds.setdefault(m - n if aligned else 0, []).append(group)
+        documents.made[key] = [each for kind in kinds.values() for each in _cut(documents, kind, call)]
+    found: list[Group] = documents.made[key]
+    return found
+
+
+def _cut(documents: Documents, groups: list[Group], call: float) -> list[Group]:
+    sizes = [(max(documents.queries[i] for i in g), max(documents.keys[i] for i in g)) for g in groups]
+    row = sorted(zip(sizes, groups, strict=True), key=lambda each: (sum(each[0]), each))
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first groups: the least cost, and where their last batch begins
+    for end in range(1, len(row) + 1):
+        n = m = many = 0
+        ways = []
+        for begin in reversed(range(end)):
+            (its_n, its_m), group = row[begin]
+            n, m, many = max(n, its_n), max(m, its_m), many + len(group)
+            ways.append((best[begin][0] + call + many * (n + m) / 2, begin))
+        best.append(min(ways))
+    batches, end = [], len(row)
+    while end:
+        begin = best[end][1]
+        batches.append(tuple(i for _, group in row[begin:end] for i in group))
+        end = begin
+    return batches
 
 
 def _equal(documents: Documents, chosen: Iterable[int]) -> list[Group]:

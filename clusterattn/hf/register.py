@@ -210,7 +210,7 @@ def _documents(
 ) -> tuple[Tensor | Starts | None, bool]:
     """The documents of rows that hold several, and whether they are causal."""
     if mask is not None and mask.dim() == 2:
-        return (None if mask.dtype == torch.bool else mask), causal
+        return (mask if mask.dtype == torch.int64 and n == m else None), causal
     if stamp.why_exact or isinstance(stamp.method, Exact) or n != m:
         return None, causal
     if mask is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -300,14 +301,35 @@ def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             same_bits(ca.varlen_attention(*x.tensors, inference), ca.varlen_attention(*x.tensors, inference.clone()))
 
 
-def test_nothing_is_padded_by_more_than_a_quarter() -> None:
+def slots(groups: list[tuple[int, ...]], lengths: list[int]) -> int:
+    return sum(len(group) * max(lengths[i] for i in group) for group in groups)
+
+
+def test_similar_documents_are_padded_by_less_than_a_quarter() -> None:
     lengths = torch.randint(65, 8000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    documents = _documents.Documents(tuple(lengths), tuple(lengths))
-    groups = _documents.similar(documents, aligned=True)
-    slots = sum(len(group) * max(lengths[i] for i in group) for group in groups)
-    assert slots < 1.25 * sum(lengths)
+    groups = _documents.similar(_documents.Documents(tuple(lengths), tuple(lengths)), aligned=True)
+    assert slots(groups, lengths) < 1.25 * sum(lengths)
+    assert all(max(lengths[i] for i in group) < 1.25 * min(lengths[i] for i in group) for group in groups)
     assert sorted(i for group in groups for i in group) == list(range(64))
-    assert len(groups) < 24
+
+
+@hypothesis.given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(1, 8))
+def test_batches_cost_least(lengths: list[int], heads: int) -> None:
+    """Of all cuts of the row of similar documents, in tokens and calls."""
+    documents = _documents.Documents(tuple(lengths), tuple(lengths))
+    row = sorted(_documents.similar(documents, aligned=False), key=lambda group: max(lengths[i] for i in group))[:9]
+    q = torch.empty(heads, 0, 1)
+    got = _documents.merged(documents, row, False, q)
+    call = _documents.CALL["cpu"] / heads
+
+    def cost(batches: list[tuple[int, ...]]) -> float:
+        return len(batches) * call + slots(batches, lengths)
+
+    cuts = ([at for at in range(1, len(row)) if way >> at & 1] for way in range(0, 2 ** len(row), 2))
+    ends = ([0, *cut, len(row)] for cut in cuts)
+    ways = [[sum(row[a:b], ()) for a, b in itertools.pairwise(cut)] for cut in ends]
+    assert cost(got) == pytest.approx(min(map(cost, ways)))
+    assert sorted(i for group in got for i in group) == sorted(i for group in row for i in group)
 
 
 # ---- document numbers in rows --------------------------------------------------------------------
