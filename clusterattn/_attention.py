@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._documents import Ids, Starts, of_rows
+from ._documents import Starts, of_rows
 from ._errors import bad_type, bad_value
+from ._replay import known
 from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
@@ -75,6 +77,36 @@ def attention(
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
+    ordinary = partial(
+        _attention, method=method, key_mask=key_mask, key_lengths=key_lengths, query_mask=query_mask, causal=causal,
+        documents=documents, scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups,
+        state=state, points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
+    )  # fmt: skip
+    if (
+        torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or type(seed) is not int
+        or not isinstance(method, (str, Method)) or return_state or dropout_p or documents is not None
+        or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
+    ):  # fmt: skip
+        return ordinary(q, k, v, seed)
+    kind = known(q, k, v, method, causal, scale, backend, return_lse)
+    if kind is None:
+        return ordinary(q, k, v, seed)
+    answer = kind.answer(q, k, v, seed)
+    if answer is None:
+        answer = ordinary(q, k, v, seed)
+        if not kind.learned:
+            recipe = _filled(as_method(method), q, k, v, causal)
+            kind.learn(recipe, ordinary, q, k, causal, scale, return_lse)
+    return answer
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, seed: int | Tensor, *, method: MethodSpec, key_mask: Tensor | None,
+    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, documents: Any, scale: float | None,
+    generator: torch.Generator | None, dropout_p: float, backend: str, groups: Groups, state: Any,
+    points: Tensor | None, attn_mask: Tensor | None, return_lse: bool, return_state: bool,
+) -> Any:  # fmt: skip
+    """The call as it is made for the first time: nothing is known of it."""
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
     if documents is not None:
@@ -84,8 +116,9 @@ def attention(
         recipe = Exact() if isinstance(recipe, Auto) and dropout_p > 0.0 else recipe
         call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, False, scale, generator, seed, backend, points)
         call = _with_extras(call, recipe, q, k, None, dropout_p, state, return_lse, False)
-        of_each = documents if isinstance(documents, Starts) else _ids(documents, q, k)
-        return of_rows(attention, recipe, q, k, v, of_each, query_mask, bool(causal), backend, call)
+        nothing: dict[str, Any] = dict.fromkeys(("key_lengths", "generator", "groups", "attn_mask", "documents"))
+        alone = partial(_attention, return_state=False, **nothing)  # lengths seldom come again: no call is replayed
+        return of_rows(alone, recipe, q, k, v, documents, query_mask, bool(causal), backend, call)
     recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))
     call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
@@ -308,17 +341,6 @@ def _check_row(name: str, row: Tensor, shape: tuple[int, ...], device: torch.dev
         )
     if row.device != device:
         raise bad_value(f"{name} on {device}", row.device, f"{name}.to(q.device)")
-
-
-def _ids(documents: object, q: Tensor, k: Tensor) -> Ids:
-    ids = documents if isinstance(documents, (tuple, list)) else (documents, documents)
-    (b, n), m = q.shape[0::2], k.shape[2]
-    if len(ids) != 2 or (ids[0] is ids[1] and n != m):
-        wanted = f"documents ({b} {n}) of the queries and ({b} {m}) of the keys"
-        raise bad_value(wanted, "one tensor" if len(ids) == 2 else f"{len(ids)}", "documents=(of_queries, of_keys)")
-    _check_row("documents", ids[0], (b, n), q.device, whole=True)
-    _check_row("documents", ids[1], (b, m), q.device, whole=True)
-    return Ids(*ids)
 
 
 def _with_extras(

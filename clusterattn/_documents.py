@@ -72,10 +72,11 @@ class Documents:
 
 
 def of_rows(
-    attention: Callable[..., Any], recipe: Method, q: Tensor, k: Tensor, v: Tensor, of_each: Starts | Ids,
+    attention: Callable[..., Any], recipe: Method, q: Tensor, k: Tensor, v: Tensor, given: Any,
     query_mask: Tensor | None, causal: bool, backend: str, call: Call,
 ) -> Any:  # fmt: skip
     """As ``attention`` answers q (b h n d): rows that hold several documents are one row of all of them."""
+    of_each = given if isinstance(given, Starts) else _ids(given, q, k)
     if torch.compiler.is_compiling():  # the lengths are known when it runs: the call is one operator, see _varlen.py
         if call.state is not None or call.points is not None or call.dropout_p > 0.0:
             raise bad_value("no state, points or dropout_p beside documents in a compiled call", "one", "eager mode")
@@ -110,7 +111,7 @@ def by_document(
     recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, similar(documents, aligned))
     square = not causal or all(documents.queries[i] == documents.keys[i] for i in exact)
     packed = square and not lse and Exact().packs(q, v, more["dropout_p"])
-    places = slots_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
+    places = places_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
     q, k, v = places.queries(q), places.keys(k), places.keys(v)
     points = None if points is None else places.queries(points.unsqueeze(0))
     answers = []
@@ -177,7 +178,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Slots:
+class Places:
     """A slot for every token: batch by batch, document by document, each with its padding behind it."""
 
     batches: tuple[Batch, ...]
@@ -270,17 +271,17 @@ def _equal(documents: Documents, chosen: Iterable[int]) -> list[Group]:
     return [tuple(group) for group in alike.values()]
 
 
-def slots_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, like: Tensor) -> Slots:
+def places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, like: Tensor) -> Places:
     """exact: documents that are not padded; packed: one behind the other in one batch. groups: those that share a
     padded batch. Made once for as long as the documents live."""
     key = (exact, tuple(groups), packed, like.device)
     if key not in documents.made:
-        documents.made[key] = _slots_for(documents, exact, groups, packed, like.device)
-    found: Slots = documents.made[key]
+        documents.made[key] = _places_for(documents, exact, groups, packed, like.device)
+    found: Places = documents.made[key]
     return found
 
 
-def _slots_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, device: torch.device) -> Slots:
+def _places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, device: torch.device) -> Places:
     sizes = documents.sizes
     unpadded = [exact] if packed and exact else _equal(documents, exact)
     first: dict[int, tuple[int, int]] = {}  # the first slots of a document, for queries and for keys
@@ -306,7 +307,7 @@ def _slots_for(documents: Documents, exact: Group, groups: list[Group], packed: 
         batches.append(Batch(1, slice(begin[0], n_at), slice(m_at, m_at), exact=True))
     query_slots = _slots(documents.queries, [first[i][0] for i in range(len(sizes))], documents.query_at, device)
     key_slots = _slots(documents.keys, [first[i][1] for i in range(len(sizes))], documents.key_at, device)
-    return Slots(tuple(batches), query_slots, key_slots, (n_at, m_at))
+    return Places(tuple(batches), query_slots, key_slots, (n_at, m_at))
 
 
 def _starts(lengths: list[tuple[int, int]], side: int, device: torch.device) -> Tensor:
@@ -369,6 +370,25 @@ def _read_starts(query_starts: Tensor, key_starts: Tensor) -> Documents:
                 raise bad_value(f"{name} that never falls", f"{before}, then {after}", "the cumulative sum of lengths")
         lengths.append(tuple(after - before for before, after in itertools.pairwise(starts)))
     return Documents(lengths[0], lengths[1])
+
+
+def _ids(documents: Any, q: Tensor, k: Tensor) -> Ids:
+    """From a caller, checked."""
+    ids = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    (b, n), m = q.shape[0::2], k.shape[2]
+    if len(ids) != 2 or (ids[0] is ids[1] and n != m):
+        wanted = f"documents ({b} {n}) of the queries and ({b} {m}) of the keys"
+        raise bad_value(wanted, "one tensor" if len(ids) == 2 else f"{len(ids)}", "documents=(of_queries, of_keys)")
+    for row, shape in zip(ids, ((b, n), (b, m)), strict=True):
+        if not isinstance(row, Tensor):
+            raise bad_type(f"documents a tensor {shape}", type(row).__name__, "torch.as_tensor(documents)")
+        if tuple(row.shape) != shape:
+            raise bad_value(f"documents of shape {shape}", tuple(row.shape), "a number for every token")
+        if row.is_floating_point() or row.dtype == torch.bool:
+            raise bad_type("documents of whole numbers", row.dtype, "documents.long()")
+        if row.device != q.device:
+            raise bad_value(f"documents on {q.device}", row.device, "documents.to(q.device)")
+    return Ids(*ids)
 
 
 def from_ids(ids: Ids, query_mask: Tensor | None, key_mask: Tensor | None) -> Documents:

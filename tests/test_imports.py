@@ -28,6 +28,7 @@ LAYERS = (
     ("clusterattn._documents",),
     (
         "clusterattn._attention",
+        "clusterattn._replay",
         "clusterattn._varlen",
         "clusterattn._plan",
         "clusterattn._report",
