@@ -45,17 +45,17 @@ def varlen_attention(
                    lse -inf and gradient 0
     max_seqlen_q, max_seqlen_k   of the longest document; only checked, and may be left out
     method         as in ``ca.attention``. Sizes that it leaves open are chosen once, for the longest document. "auto"
-                   chooses for each batch of documents, so that short ones are answered exactly and long ones are not
+                   chooses for each length, so that short documents are answered exactly and long ones are not
     causal         a document's last query stands beside its last key
     points         for ClusterFormer: (tokens x)
     return_lse     also return lse (h tokens), as flash-attention has it
 
     scale, generator, seed, backend and state as in ``ca.attention``.
 
-    Nothing is padded to the longest document. Documents whose lengths differ by less than a quarter (or that have at
-    most 64 tokens) share a batch, which is padded to the longest of the batch and answered in one call; documents
-    that are answered exactly are not padded at all. In causal cross-attention, and with ``Local``, documents share a
-    batch only where they have equally many keys more than queries.
+    Nothing is padded to the longest document of all. Documents of similar length share a batch that is padded to its
+    own longest and answered in one call, as many of them as makes padding and calls together cost least; documents that
+    are answered exactly are not padded. In causal cross-attention, and with ``Local``, documents share a batch only
+    where they have equally many keys more than queries.
 
     The host has to know the lengths: cu_seqlens on a GPU is read once, and remembered for as long as the tensor lives
     and is not written to (inference tensors: read in every call). On the CPU it costs no wait. Compiled, the whole call
