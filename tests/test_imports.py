@@ -25,9 +25,11 @@ LAYERS = (
     ("clusterattn._rows", "clusterattn._types"),
     ("clusterattn.ops",),
     ("clusterattn.methods",),
+    ("clusterattn._documents",),
     (
         "clusterattn._attention",
         "clusterattn._replay",
+        "clusterattn._varlen",
         "clusterattn._plan",
         "clusterattn._report",
         "clusterattn._layer_call",
