@@ -54,6 +54,4 @@ def broadcast_backward(
 
 
 def take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
-    (b, h), d = at.shape[:2], d_rows.shape[-1]
-    summed = gather_sum(at.reshape(b, h, 1, -1), length, d_rows.contiguous(), d).view(b, heads, h // heads, length, d)
-    return summed.float().sum(2).to(d_rows.dtype) if heads != h else summed.squeeze(2).clone()
+    return gather_sum(at.flatten(2).unsqueeze(2), length, d_rows.contiguous(), heads)
