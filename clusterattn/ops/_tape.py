@@ -26,6 +26,7 @@ from ._launch import ALIGNED, Buffer, Halves, current_stream, ordinary, plan_of,
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 INPUT, MEMORY, MADE, DRAWN = range(4)
+SCRATCH, KEPT = -1, -2  # among the tensors of a play: its memory, and what forward keeps for backward
 
 
 class CannotRecord(Exception):
@@ -40,6 +41,7 @@ class Slot:
     number: int = -1  # of the input
     size: int = 0  # bytes of memory
     draw: Any = None
+    whole: Any = None  # (dtype, shape, stride) of the tensor that an operator made
     first: int = -1  # the steps that use it
     last: int = -1
 
@@ -166,12 +168,13 @@ class Recorder(TorchDispatchMode):
             return found
         if func.is_view:
             return func(*args, **named)
-        step = Operator(func, _mapped(args, self.where), {name: _mapped(x, self.where) for name, x in named.items()})
+        step = Operator(func, _mapped(args, self.where), _mapped(named, self.where))
         found = func(*args, **named)
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, tuple(named.values())))}
         for which, x in enumerate(found if isinstance(found, (tuple, list)) else (found,)):
             if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() not in given:
-                slot = self._add(Slot(MADE, first=len(self.steps), last=len(self.steps)))
+                whole = x.dtype, tuple(x.shape), tuple(x.stride())
+                slot = self._add(Slot(MADE, whole=whole, first=len(self.steps), last=len(self.steps)))
                 self._storages[x.untyped_storage().data_ptr()] = slot
                 step.made.append((which, slot))
         self.steps.append(step)
@@ -179,8 +182,11 @@ class Recorder(TorchDispatchMode):
 
 
 def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(x, Tensor):
+    """Tensors, or where they lie, in arguments."""
+    if isinstance(x, (Tensor, Where)):
         return function(x)
+    if isinstance(x, dict):
+        return {name: _mapped(each, function) for name, each in x.items()}
     return type(x)(_mapped(each, function) for each in x) if type(x) in (tuple, list) else x
 
 
@@ -272,14 +278,33 @@ class Half:
         return self._places[key]
 
     def _ready(self, step: Launch | Operator) -> tuple[Any, ...]:
-        if isinstance(step, Operator) or step.plan is None:
-            return None, step
+        """What ``play`` reads of a step. A step that takes tensors begins with None."""
+        if isinstance(step, Operator):
+            return None, step.function._op, _mapped(step.args, self._lies), _mapped(step.named, self._lies), step.made
+        if step.plan is None:
+            return None, step, [self._lies(where) for where in step.tensors], {}, ()
         run, function, head, constants = step.plan
         at = [self._place(where) for where in step.tensors]
         pick: Any = itemgetter(*at) if len(at) > 1 else lambda table, only=at[0]: (table[only],)
         if isinstance(step.loose, Halves):
             return run, step.grid, function, head, pick, step.numbers, constants
         return run, step.grid, function, head, pick, (*step.numbers, *step.loose, *constants), None
+
+    def _lies(self, where: Where) -> Lies:
+        """Among which tensors of a play, and how."""
+        if where.slot is None:
+            return Lies(None, 0, where.dtype, where.shape, where.stride, 0, False)
+        slot, size = self.slots[where.slot], where.dtype.itemsize
+        source, start = where.slot, 0
+        if slot.kind == INPUT:
+            return Lies(INPUT, slot.number, where.dtype, where.shape, _strides(where), where.offset // size, False)
+        if where.slot in self.offsets:
+            source, start = SCRATCH, self.offsets[where.slot]
+        elif where.slot in self.kept:
+            source, start = KEPT, self.kept[where.slot]
+        elif slot.kind == MADE and not where.offset and slot.whole == (where.dtype, where.shape, where.stride):
+            return Lies(MADE, source, where.dtype, where.shape, where.stride, 0, True)
+        return Lies(MADE, source, where.dtype, where.shape, _strides(where), (start + where.offset) // size, False)
 
     def play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
         """The outputs, and what is kept. ``kept``: of the forward half, None where this is it."""
@@ -302,10 +327,13 @@ class Half:
         bases += [made[slot].data_ptr() if slot in made else 0 for slot in self.bases]
         table = [bases[base] + offset for base, offset in self.table]
         table.append(0)
+        made[SCRATCH] = scratch
+        if memory is not None:
+            made[KEPT] = memory
         stream, halves = current_stream(device), Halves.of(seed)
         for number, (run, *step) in enumerate(self.steps):
             if run is None:
-                self._do(step[0], _Lying(self, inputs, scratch, memory, made), halves, table)
+                self._do(step, inputs, made, halves, table)
                 for slot in self.frees.get(number, ()):
                     made.pop(slot, None)
                 continue
@@ -314,63 +342,73 @@ class Half:
                 run(*grid, stream, function, *head, *pick(table), *numbers)
             else:
                 run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
-        lying = _Lying(self, inputs, scratch, memory, made)
-        return [lying.result(where) for where in self.outputs], Kept(memory, {i: made[i] for i in self.hands_on})
+        found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
+        return found, Kept(memory, {i: made[i] for i in self.hands_on})
 
-    def _do(self, step: Launch | Operator, lying: _Lying, halves: Halves, table: list[int]) -> None:
+    def _do(
+        self, step: list[Any], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
+        table: list[int],
+    ) -> None:  # fmt: skip
         """A step that takes tensors."""
-        if isinstance(step, Launch):
-            loose = halves if isinstance(step.loose, Halves) else step.loose
-            ordinary(step.kernel, step.grid, [lying.tensor(x) for x in step.tensors], step.numbers, loose, step.flags)
+        function, args, named, results = step
+        given = [
+            _tensor(x, inputs, made) if type(x) is Lies else x if type(x) is not list else _given(x, inputs, made)
+            for x in args
+        ]  # fmt: skip
+        if type(function) is Launch:
+            loose = halves if isinstance(function.loose, Halves) else function.loose
+            ordinary(function.kernel, function.grid, given, function.numbers, loose, function.flags)
             return
-        found = step.function(*lying.given(step.args), **{name: lying.given(x) for name, x in step.named.items()})
-        results = found if isinstance(found, (tuple, list)) else (found,)
-        for which, slot in step.made:
-            lying.made[slot] = results[which]
+        named = {name: _tensor(x, inputs, made) if type(x) is Lies else x for name, x in named.items()}
+        found = function(*given, **named)
+        for which, slot in results:
+            made[slot] = mine = found[which] if type(found) in (tuple, list) else found
             for place, offset in self.moving.get(slot, ()):
-                table[place] = results[which].data_ptr() + offset
+                table[place] = mine.data_ptr() + offset
 
 
-@dataclass
-class _Lying:
-    """Where everything lies in one play."""
+class Lies(NamedTuple):
+    """How a tensor of a play lies: in an input, or in something made (SCRATCH and KEPT: the memory of the play)."""
 
-    half: Half
-    inputs: Sequence[Tensor | None]
-    scratch: Tensor
-    memory: Tensor | None
-    made: dict[int, Tensor]
+    source: int | None
+    slot: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    whole: bool
 
-    def tensor(self, where: Where) -> Tensor:
-        half, slot, size, start = self.half, where.slot, where.dtype.itemsize, 0
-        base: Tensor | None
-        if slot is None:
-            return torch.empty(where.shape, dtype=where.dtype, device=self.scratch.device)
-        if half.slots[slot].kind == INPUT:
-            base = self.inputs[half.slots[slot].number]
-            start = 0 if base is None else base.storage_offset() * size
-        elif slot in half.offsets:
-            base, start = self.scratch, half.offsets[slot]
-        elif slot in half.kept:
-            base, start = self.memory, half.kept[slot]
-        else:
-            base = self.made[slot]
+
+def _tensor(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Tensor:
+    if x.whole:
+        return made[x.slot]
+    if x.source is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=made[SCRATCH].device)
+    offset = x.offset
+    if x.source == INPUT:
+        base = inputs[x.slot]
         assert base is not None
-        if base.dtype != where.dtype:
-            base = base.view(where.dtype)
-        return base.as_strided(where.shape, _strides(where), (start + where.offset) // size)
+        offset += base.storage_offset()
+    else:
+        base = made[x.slot]
+    if base.dtype != x.dtype:
+        base = base.view(x.dtype)
+    return base.as_strided(x.shape, x.stride, offset)
 
-    def result(self, where: Where) -> Tensor:
-        """Itself where it fills its slot: whoever gets it may write to it."""
-        made = self.made.get(where.slot)  # type: ignore[arg-type]
-        if made is not None and not where.offset and made.dtype == where.dtype and made.shape == where.shape:
-            return made
-        return self.tensor(where)
 
-    def given(self, x: Any) -> Any:
-        if type(x) is Where:
-            return self.tensor(x)
-        return type(x)(self.given(each) for each in x) if type(x) in (tuple, list) else x
+def _given(x: Any, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Any:
+    return [_tensor(each, inputs, made) if type(each) is Lies else each for each in x]
+
+
+def _result(
+    slots: list[Slot], where: Where, inputs: Sequence[Tensor | None], made: dict[int, Tensor],
+    lies: Callable[[Where], Lies],
+) -> Tensor:  # fmt: skip
+    """Itself where it fills its slot: whoever gets it may write to it."""
+    found = made.get(where.slot)  # type: ignore[arg-type]
+    if found is not None and not where.offset and found.dtype == where.dtype and found.shape == where.shape:
+        return found
+    return _tensor(lies(where), inputs, made)
 
 
 def _strides(where: Where) -> tuple[int, ...]:

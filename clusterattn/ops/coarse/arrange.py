@@ -16,7 +16,7 @@ from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch
 from ..members.kernels import by_label
 
-STRETCHES = 1024  # of keys, that gradients of near keys are sorted by
+STRETCHES = 1022  # of keys at most, that gradients of near keys are sorted by: with both ends one tile of the sort
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def put_back_kernel(
                 NEAR_DV + row[:, None] * e + values[None, :], mask=there[:, None] & (values < e)[None, :], other=0.0
             )
             mine = place[:, None] == at[None, :]
-            dk += tl.dot(mine.to(k.dtype), k, input_precision="ieee")
-            dv += tl.dot(mine.to(v.dtype), v, input_precision="ieee")
+            dk += tl.dot(mine.to(k.dtype), k, input_precision="tf32x3")
+            dv += tl.dot(mine.to(v.dtype), v, input_precision="tf32x3")
     to = (lead * m + to)[:, None]
     tl.store(TO_K + to * d + dims[None, :], dk.to(TO_K.dtype.element_ty), mask=of_k)
     tl.store(TO_V + to * e + values[None, :], dv.to(TO_V.dtype.element_ty), mask=of_v)
