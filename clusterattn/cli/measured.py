@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .._types import Method
     from ..measure.sample import Sample
 
-BENCHED = ("clustered", "improved", "refined", "smyrf:rounds=2")
+BENCHED = ("refined", "auto", "clustered", "improved", "smyrf:rounds=2")
 LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
 SECONDS = 60.0  # of a comparison's timed turns, over all samples; the first turn of each is always taken
 
