@@ -116,7 +116,8 @@ class Race:
         about = self._about(str(method), shape, which)
         proved = method
         if isinstance(method, Auto):
-            at = cost.Shape(*(sample.shape[i] for i in (2, 3, 4, 5)), self.causal, shape[1] // sample.k.shape[1])
+            _, h, n, m, d, e = sample.shape
+            at = cost.Shape(n, m, d, e, self.causal, h // sample.k.shape[1])
             proved = method.choose(self.device, self.dtype, shape[0] * shape[1], at)
             about["chosen"] = proved.name
         fault = self._fault(sample, proved, prove_both)

@@ -150,7 +150,6 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
-    wide = power(d) * k.element_size()  # bytes of a key: of wide ones fewer are under way at a time
     # fp32 is multiplied number by number: large tiles take the compiler a minute
     tile = {"BC": min(64 if half else 32, power(clusters)), "BM": 128 if half else 64, "BD": power(d)}
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
@@ -164,7 +163,7 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
         scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
         (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
         *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4,
-        num_stages=3 if wide <= 256 else 2, **tile,
+        num_stages=2, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
@@ -207,8 +206,8 @@ def near_kernel(
         row, there = seat[:, None], (other < total)[:, None]
         k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
         v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-        dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
-        dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
+        dk += tl.dot(same.to(k.dtype), k, input_precision="tf32x3")
+        dv += tl.dot(same.to(v.dtype), v, input_precision="tf32x3")
         start += BN
         following = tl.load(TOKENS + tl.minimum(start, total - 1))
         going = (start < total) & (following == last)
