@@ -65,7 +65,9 @@ def test_a_replay_has_the_same_bits(method):
         got = answers((a, b)[turn % 2], method=method)
         assert all(torch.equal(x, y) for x, y in zip(got, want[turn % 2], strict=True)), turn
     kind = the_kind()
-    assert kind._tape is not None and len(kind.joint) == 1 and not kind._refused
+    assert kind._tape is not None
+    assert len(kind.joint) == 1
+    assert not kind._refused
     with torch.no_grad():
         for x, known in ((a, want[0]), (b, want[1]), (a, want[0])):
             assert torch.equal(ca.attention(*x, method=method, backend="triton"), known[0])
@@ -143,7 +145,8 @@ def test_exact_attention_becomes_the_call_of_torch():
         want = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal)
         for _ in range(3):
             assert torch.equal(ca.attention(*x, method="exact", causal=causal), want)
-    assert all(kind._exact is not None for kind in _replay._known.values()) and len(_replay._known) == 2
+    assert all(kind._exact is not None for kind in _replay._known.values())
+    assert len(_replay._known) == 2
     with pytest.raises(ValueError, match="agree"):  # another shape is another kind, and checked
         ca.attention(x[0], x[1][..., :8], x[2], method="exact")
 
@@ -166,7 +169,8 @@ def test_what_is_known_is_bounded(monkeypatch):
 def test_memory_is_shared_only_by_those_that_do_not_meet(slots):
     offsets, total = _laid_out(list(enumerate(slots)))
     for i, one in enumerate(slots):
-        assert offsets[i] % 256 == 0 and offsets[i] + one.size <= total
+        assert offsets[i] % 256 == 0
+        assert offsets[i] + one.size <= total
         for j, other in enumerate(slots[:i]):
             meet = one.first <= other.last and other.first <= one.last
             apart = offsets[i] >= offsets[j] + other.size or offsets[j] >= offsets[i] + one.size
