@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from ._attention import attention, attention_matrix, groups
 from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
+from ._varlen import varlen_attention
 from .methods import (
     METHODS,
     Auto,
@@ -33,14 +34,17 @@ if TYPE_CHECKING:
     from . import hf as hf
     from . import measure, nn, parallel
     from ._plan import Plan
+    from ._warm_up import warm_up
     from .measure.sampled import ErrorReport, error_report
-    from .tuning import tune
+    from .tuning import Advice, advise, tune
 
 # loaded when first used: name -> the module that has it, or that it is
 _LATER = {
+    "Advice": "tuning",
     "__version__": "_version",
     "ErrorReport": "measure.sampled",
     "Plan": "_plan",
+    "advise": "tuning",
     "error_report": "measure.sampled",
     "hf": "hf",
     "hosts": "hosts",
@@ -48,10 +52,12 @@ _LATER = {
     "nn": "nn",
     "parallel": "parallel",
     "tune": "tuning",
+    "warm_up": "_warm_up",
 }
 
 __all__ = [
     "METHODS",
+    "Advice",
     "Attended",
     "Auto",
     "Buckets",
@@ -74,6 +80,7 @@ __all__ = [
     "RoutingState",
     "Smyrf",
     "__version__",
+    "advise",
     "attention",
     "attention_matrix",
     "error_report",
@@ -85,6 +92,8 @@ __all__ = [
     "nn",
     "parallel",
     "tune",
+    "varlen_attention",
+    "warm_up",
 ]
 
 

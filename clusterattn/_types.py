@@ -84,7 +84,8 @@ class Clusters:
 
     ``labels[i]`` is the cluster whose centroid answers for query i, ``member_of[i]`` the cluster that query i
     helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
-    queries and becomes part of a centroid for later ones.
+    queries and becomes part of a centroid for later ones. Query heads that share their clusters (``share_heads``) have
+    one set of counts and means, h being hk there.
     """
 
     labels: Tensor  # (b h n), -1 = no cluster
@@ -146,6 +147,7 @@ class Method:
     causality: ClassVar[str] = "no"  # "strict", "value" or "no"; see docs/laws.md
     self_only: ClassVar[bool] = False  # needs as many keys as queries
     stateful: ClassVar[bool] = False
+    positional: ClassVar[bool] = False  # does it matter beside which key a query stands, also when not causal?
     groups_type: ClassVar[type | None] = None  # what group() makes: Clusters, Buckets or nothing
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Groups, Any]:
@@ -163,7 +165,8 @@ class Method:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        return {"method": self.name, **dataclasses.asdict(self)}
+        # settings are plain values; dataclasses.asdict would copy them, which compilers cannot follow
+        return {"method": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:

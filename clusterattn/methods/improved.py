@@ -71,7 +71,9 @@ class Improved(Clustered):
             raise bad_value("the values as well: keys are grouped beside them", "v=None", "ca.groups(q, k, v, ...)")
         count, v = self.parts, call.values
         steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
-        made = _grouping.parts(q.detach(), k.detach(), v, clusters, count, steps, self.start, sample, call)
+        rows, call = self._in_one(q.detach(), k, call)
+        shared = replace(clusters, labels=self._together(clusters.labels, k))
+        made = _grouping.parts(rows, k.detach(), v, shared, count, steps, self.start, sample, call)
         return replace(clusters, parts=made), None
 
     def _answer(

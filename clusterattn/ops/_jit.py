@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "registers", "rows", "tl",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "jit", "power", "precision", "registers", "rows", "tl",
     "triton",
     "why_no_kernels",
 ]  # fmt: skip
@@ -51,6 +51,12 @@ def why_no_kernels(x: Tensor) -> str | None:
     return None
 
 
+# The narrowest tile that a product sums over. With 16 rows Triton 3.6 lets some kernels read past their shared memory
+# (head dims of keys and values that differ, on sm_90; found by compute-sanitizer); in the interpreter narrow ones are
+# quicker.
+THIN = 16 if INTERPRETING else 32
+
+
 def power(x: int, least: int = 16) -> int:
     """The next power of two: the width of a tile that holds x."""
     return max(least, 1 << (max(int(x), 1) - 1).bit_length())
@@ -69,5 +75,6 @@ def rows(x: Tensor) -> Tensor:
 
 
 def precision(x: Tensor) -> str:
-    """fp32 inputs are multiplied as fp32, not as tf32."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+    """fp32 inputs are multiplied as fp32: by three products of tf32, on tensor cores. The compiler would write one
+    of fp32 out, number by number: minutes for a kernel, and slow ones."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"

@@ -13,20 +13,20 @@ from .._jit import jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
-from .near import _limit, add_near
+from .near import _limit
 from .reference import Reach
 from .slope import _near_down
-from .slope_backward import Pull, no_pull, pull_of
+from .slope_backward import Rows, pulled_rows
 
 
 @jit
 def prepare_kernel(
-    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, EXTRA, DY, DM, DELTA, BASE2, NEAR2, DN, total, d, e,
+    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, DY, DM, DELTA, BASE2, NEAR2, DN, total, d, e,
     TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_NEAR: tl.constexpr, ODDS: tl.constexpr,
-    HAS_EXTRA: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """What backward wants of each row: gradients in the keys' dtype; delta; logs in base 2, 0 where nothing was seen.
-    ODDS: the gradient of the far lse is that of far against near. EXTRA is added to delta."""
+    ODDS: the gradient of the far lse is that of far against near."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
     inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
@@ -37,8 +37,6 @@ def prepare_kernel(
         dm = tl.load(D_MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0)
         delta += tl.sum(dm * tl.load(MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0), 1)
         tl.store(DM + row[:, None] * d + dims[None, :], dm.to(DM.dtype.element_ty), mask=across)
-    if HAS_EXTRA:
-        delta += tl.load(EXTRA + row, mask=here, other=0.0)
     tl.store(DY + row[:, None] * e + values[None, :], dy.to(DY.dtype.element_ty), mask=inside)
     tl.store(DELTA + row, delta, mask=here)
     lse = tl.load(LSE + row, mask=here, other=0.0)
@@ -56,10 +54,12 @@ def prepare_kernel(
 
 @jit
 def dc_kernel(
-    PART, DL, MEAN, DC, rows, d, splits, parts, scale,
-    FOOT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    PART, DL, MEAN, FEET, DC, rows, d, splits, parts, feet, scale,
+    FOOT: tl.constexpr, HAS_FEET: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, BF: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot."""
+    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot.
+    FEET (lead c feet d): those of the slope."""
     lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
     for first in range(0, splits, BS):
@@ -75,17 +75,22 @@ def dc_kernel(
             mask = (part < parts)[:, None] & (dims < d)[None, :]
             mean = tl.load(MEAN + place[:, None] * d + dims[None, :], mask=mask, other=0.0)
             total -= tl.sum(dl[:, None] * mean, 0)
+    if HAS_FEET:
+        foot = tl.arange(0, BF)
+        place = (lead * rows + row) * feet + foot
+        mask = (foot < feet)[:, None] & (dims < d)[None, :]
+        total += tl.sum(tl.load(FEET + place[:, None] * d + dims[None, :], mask=mask, other=0.0), 0)
     tl.store(DC + (lead * rows + row) * d + dims, total.to(DC.dtype.element_ty), mask=dims < d)
 
 
 @jit
 def _part_of(FIRST, place, parts, tile, BP: tl.constexpr, BM: tl.constexpr):
     """Parts cut into tiles, one after another: the part of tile number ``tile``, the tile's first key and the part's
-    end; no keys past the last tile."""
+    end; no keys past the last tile. Keys of no part are one more."""
     part = tl.arange(0, BP)
-    begin = tl.load(FIRST + place * (parts + 2) + part, mask=part < parts, other=0)
-    end = tl.load(FIRST + place * (parts + 2) + part + 1, mask=part < parts, other=0)
-    count = tl.where(part < parts, (end - begin // 32 * 32 + BM - 1) // BM, 0)
+    begin = tl.load(FIRST + place * (parts + 2) + part, mask=part <= parts, other=0)
+    end = tl.load(FIRST + place * (parts + 2) + part + 1, mask=part <= parts, other=0)
+    count = tl.where(part <= parts, (end - begin // 32 * 32 + BM - 1) // BM, 0)
     count = tl.where(end > begin, count, 0)
     last = tl.cumsum(count, 0)
     mine = (last > tile) & (last - count <= tile)
@@ -108,9 +113,10 @@ def coarse_bwd_kv_kernel(
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = place // kv_heads, place % kv_heads
-    part, start, begin, end = 0, tl.program_id(0) * BM, 0, m
+    part, start, begin, end, seeing = 0, tl.program_id(0) * BM, 0, m, rows
     if HAS_PARTS:
         part, start, begin, end = _part_of(FIRST, place, parts, tl.program_id(0), BP, BM)
+        seeing = tl.where(part < parts, rows, 0)  # keys of no part (padding) are nobody's: their gradients are 0
     key, dims, values = start + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
     at, keep = key.to(tl.int64)[:, None], (key >= begin) & (key < end)
     of_k, of_v = (key < m)[:, None] & (dims < d)[None, :], (key < m)[:, None] & (values < e)[None, :]
@@ -125,7 +131,7 @@ def coarse_bwd_kv_kernel(
         omega, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
         if SLOPE:
             pull = tl.load(PULL + lead * m + key, mask=key < m, other=0.0)
-        for of in range(0, rows, BC):
+        for of in range(0, seeing, BC):
             row = of + tl.arange(0, BC)
             here = row < rows
             centroid, far_row = lead * rows + row, (lead * parts + part) * rows + row
@@ -238,14 +244,35 @@ def coarse_bwd_c_kernel(
 
 @dataclass(frozen=True)
 class Given:
-    """Gradients of what forward found, (b*h p c ...), and of each cluster's near keys."""
+    """Gradients of what forward found, (b*h p c ...)."""
 
     out: Tensor
     mean_key: Tensor
     lse: Tensor
     near_lse: Tensor | None  # (b*h c)
     slope: Tensor | None  # (b*h d e): one block
-    near: tuple[Tensor, Tensor] | None  # (b*h c t d), (b*h c t e)
+    feet: Tensor | None  # (b*h c splits d): of the centroids, where the slope stands
+
+
+def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) -> Rows:
+    """Without a slope."""
+    k, v = keys.k, keys.v
+    d, e, count, has_near = k.shape[3], v.shape[3], found.lse.numel(), reach.top > 0 and not reach.tangent
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=k.device)
+
+    dy, dm = new(count, e, dtype=v.dtype), new(count, d if reach.tangent else 0, dtype=k.dtype)
+    delta, base2, near2, dn = new(4, count)
+    launch(
+        prepare_kernel, (cdiv(count, 8),),
+        (given.out.contiguous(), given.mean_key.contiguous(), given.lse.contiguous(),
+        dn if given.near_lse is None else given.near_lse.contiguous(), found.out, found.mean_key, found.lse,
+        found.near_lse, dy, dm, delta, base2, near2, dn), (count, d, e),
+        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=given.near_lse is not None, ODDS=odds, BR=8, BD=power(d),
+        BE=power(e), num_warps=4,
+    )  # fmt: skip
+    return Rows(dy, dm, delta, base2, near2, dn, delta, delta, delta)
 
 
 def backward(
@@ -262,23 +289,16 @@ def backward(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=c.device)
 
-    pull: Pull = no_pull(given)
-    if given.slope is not None and pi is not None:
-        pull = pull_of(given, c, keys, pi, found, reach)
+    if pi is None:
+        row = _rows(given, keys, found, reach, odds)
+    else:
+        row = pulled_rows(given, c, keys, pi, found, reach)
     tile = tiles_for(k, v, clusters)
     tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
-    rows = lead * parts * clusters
-    dy, dm = new(rows, e, dtype=v.dtype), new(rows, d if reach.tangent else 0, dtype=k.dtype)
-    delta, base2, near2, dn = new(4, rows)
-    launch(
-        prepare_kernel, (cdiv(rows, 8),),
-        (pull.out, pull.mean_key, pull.lse, dn if given.near_lse is None else given.near_lse.contiguous(),
-        found.out, found.mean_key, found.lse, found.near_lse, pull.extra, dy, dm, delta, base2, near2, dn),
-        (rows, d, e),
-        TANGENT=reach.tangent, HAS_NEAR=has_near and not reach.tangent, HAS_D_NEAR=given.near_lse is not None,
-        ODDS=odds, HAS_EXTRA=pull.asked, BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
+    shared = (
+        c, k, v, keys.keep_or(c), found.bits, keys.first_or(c),
+        row.dy, row.dm, row.delta, row.base2, row.near2, row.dn,
     )  # fmt: skip
-    shared = (c, k, v, keys.keep_or(c), found.bits, keys.first_or(c), dy, dm, delta, base2, near2, dn)
     sizes = (
         clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words,
         parts,
@@ -286,31 +306,28 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
     flags: dict[str, Any] = {
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
-        "TANGENT": reach.tangent, "SLOPE": pull.asked, "PRECISION": precision(k), "num_warps": 4,
+        "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
-    # keys of no part (padding) are nobody's: their gradients are 0
-    fresh = torch.zeros if keys.first is not None else torch.empty
-    dk = fresh((b, hk, m, d), dtype=k.dtype, device=k.device)
-    dv = fresh((b, hk, m, e), dtype=v.dtype, device=k.device)
-    key_tiles = cdiv(m, tile["BM"]) + (2 * parts if keys.first is not None else 0)
+    dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
+    key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
-        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, pull.amount, pull.per_key, pull.slope, dk, dv),
+        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
-        num_stages=1, BP=power(parts, least=1), **flags, **tile,
+        num_stages=1, BP=power(parts + 1, least=1), **flags, **tile,
     )  # fmt: skip
-    if given.near is not None:
-        add_near(dk, dv, found.near_at, *given.near)
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
+    feet = 0 if given.feet is None else given.feet.shape[2]
     part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
     launch(
-        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, pull.amount, pull.per_key, part),
+        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, row.amount, row.per_key, part),
         (*sizes, splits, stretch, *strides), **flags, **tile,
     )  # fmt: skip
     launch(
-        dc_kernel, (clusters, lead), (part, given.lse, found.mean_key, dc),
-        (clusters, d, splits * parts, parts, reach.scale),
-        FOOT=foot, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)), BD=tile["BD"],
-        num_warps=1 if splits * parts < 16 else 4,
+        dc_kernel, (clusters, lead),
+        (part, given.lse, found.mean_key, part if given.feet is None else given.feet, dc),
+        (clusters, d, splits * parts, parts, feet, reach.scale),
+        FOOT=foot, HAS_FEET=feet > 0, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)),
+        BF=power(feet, least=1), BD=tile["BD"], num_warps=1 if splits * parts < 16 else 4,
     )  # fmt: skip
     return dc, dk, dv

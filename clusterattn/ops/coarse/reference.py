@@ -225,7 +225,7 @@ def _forward(
     for p in _pieces(_by_key_head(c, hk), keys, reach):
         place, shape, few = (p.heads, slice(None), p.rows), p.shape, min(top, p.scores.shape[-1])
         if few:
-            best, at = p.scores.topk(few, -1, sorted=False)
+            best, at = _best(p, keys, few)
             near_lse[place] = best.logsumexp(-1).view(shape)
             p.scores.scatter_(-1, at, NEVER)
             if keys.at is not None:
@@ -252,6 +252,12 @@ def _forward(
         lse.view(b, h, rows, parts), near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
         slope.view(b, h, blocks, d, e),
     )  # fmt: skip
+
+
+def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
+    """The highest scores of each row, and where among these keys they are (benchmarks/fuzz.py puts a kernel's choice
+    in its place, to tell ties from mistakes)."""
+    return p.scores.topk(few, -1, sorted=False)
 
 
 def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:

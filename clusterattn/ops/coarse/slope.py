@@ -128,26 +128,26 @@ def slope_kernel(
 
 
 @jit
-def slope_sum_kernel(PART, OUT, size, splits, BS: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT (lead size): the splits of PART (lead splits size), added up."""
-    lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+def added_kernel(PART, TOTAL, size, splits, BS: tl.constexpr, BX: tl.constexpr):
+    """TOTAL (lead size): the sum of PART (lead splits size), split by split."""
+    lead, at, split = tl.program_id(1).to(tl.int64), tl.program_id(0) * BX + tl.arange(0, BX), tl.arange(0, BS)
+    total = tl.zeros((BX,), tl.float32)
     for first in range(0, splits, BS):
-        split = first + tl.arange(0, BS)
-        mask = (split < splits)[:, None] & (at < size)[None, :]
-        total += tl.sum(tl.load(PART + (lead * splits + split)[:, None] * size + at[None, :], mask=mask, other=0.0), 0)
-    tl.store(OUT + lead * size + at, total.to(OUT.dtype.element_ty), mask=at < size)
+        mask = (first + split < splits)[:, None] & (at < size)[None, :]
+        place = (lead * splits + first + split)[:, None] * size + at[None, :]
+        total += tl.sum(tl.load(PART + place, mask=mask, other=0.0), 0)
+    tl.store(TOTAL + lead * size + at, total.to(TOTAL.dtype.element_ty), mask=at < size)
 
 
-def slope_sum(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """part (lead splits d e) -> (lead d e)."""
+def added(part: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(lead splits d e) -> (lead d e)."""
     lead, splits, d, e = part.shape
-    out = torch.empty(lead, d, e, dtype=dtype, device=part.device)
+    total = torch.empty(lead, d, e, dtype=dtype, device=part.device)
     launch(
-        slope_sum_kernel, (cdiv(d * e, 256), lead), (part, out), (d * e, splits),
-        BS=min(16, power(splits, least=1)), BLOCK=256, num_warps=4,
+        added_kernel, (cdiv(d * e, 256), lead), (part, total), (d * e, splits),
+        BS=min(16, power(splits, least=1)), BX=256, num_warps=4,
     )  # fmt: skip
-    return out
+    return total
 
 
 @jit
@@ -214,4 +214,4 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=1, **registers(k, v), **tile,
     )  # fmt: skip
-    return replace(found, slope=slope_sum(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))
+    return replace(found, slope=added(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))

@@ -12,6 +12,7 @@ from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
+from ..coarse.slope import added
 from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
@@ -298,11 +299,9 @@ def backward(
             BS=64 if (power(d) + power(e)) * q.element_size() <= 512 else 32, BD=power(d), BE=power(e),
             PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
         )  # fmt: skip
-        d_slope = part.sum(1)
-    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, (near_dk, near_dv) if top else None)
+        d_slope = added(part)
+    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, foot if slope else None)
     dc, dk, dv = coarse_backward.backward(
         given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER
     )
-    if slope:
-        dc = dc + foot.sum(2).view_as(dc).to(dc.dtype)
-    return dq, dc, *put_back(dk, dv, keys)
+    return dq, dc, *put_back(dk, dv, keys, found.near_at, near_dk, near_dv)
