@@ -150,6 +150,26 @@ def test_kernels_serve_packed_documents(name: str) -> None:
     close(got, loop(x, starts(lengths), method=method, backend="reference"))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernel for packed documents is one for GPUs")
+@pytest.mark.parametrize("hk", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["exact", "refined", "smyrf"])
+def test_on_a_gpu(name: str, causal: bool, hk: int) -> None:
+    """Exact documents go to torch's own kernel; cu_seqlens on the device is read once."""
+    method, lengths = laws.BY_NAME[name].method, [5, 200, 1, 0, 130, 64, 64]
+    x = laws.draw(b=1, h=4, hk=hk, n=sum(lengths), m=sum(lengths), d=64, e=64, dtype=torch.bfloat16, spread=0.3)
+    x = Inputs(*(t[0].transpose(0, 1).cuda() for t in x.tensors)).leaves()
+    at = starts(lengths).cuda()
+    if name == "exact":
+        assert ca.Exact().packs(x.q, x.v, 0.0)
+    got = ca.varlen_attention(*x.tensors, at, method=method, causal=causal)
+    wanted = loop(x, at.cpu(), method=method, causal=causal)[0]
+    close(got.cpu(), wanted.cpu())
+    direction = torch.randn_like(got)
+    for one, other in zip(*(torch.autograd.grad(out, x.tensors, direction) for out in (got, wanted)), strict=True):
+        close(one.cpu(), other.cpu())
+
+
 # ---- neighbours ----------------------------------------------------------------------------------
 
 
