@@ -380,10 +380,14 @@ def test_wrong_lengths_are_refused_by_a_sentence(given: dict[str, Any], words: s
 
 def test_wrong_tensors_are_refused_by_a_sentence() -> None:
     x, at = packed(30), starts([10, 20])
-    with pytest.raises(ValueError, match=r"q of shape \(tokens h d\); got 4 dimensions; try ca.attention"):
+    with pytest.raises(ValueError, match=r"q \(tokens h d\); got \(1, 30, 4, 6\); try ca.attention"):
         ca.varlen_attention(x.q[None], x.k, x.v, at)
     with pytest.raises(TypeError, match=r"k a torch.Tensor; got list"):
         ca.varlen_attention(x.q, [1], x.v, at)
+    nested = torch.nested.nested_tensor([x.q[:10], x.q[10:]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"got a nested tensor; try q.values\(\), with q.offsets\(\)"):
+        ca.varlen_attention(nested, x.k, x.v, at)
+    same_bits(ca.varlen_attention(nested.values(), x.k, x.v, nested.offsets()), ca.varlen_attention(*x.tensors, at))
     with pytest.raises(ValueError, match="that agree in b, hk, m and d"):
         ca.varlen_attention(x.q, x.k, x.v[:20], at)
     with pytest.raises(TypeError, match="cu_seqlens_q a tensor"):
