@@ -11,7 +11,8 @@
 
 All three take the same sizes, those of the longest document, and have to agree before they are timed: the largest
 difference, and how many documents agree with the loop in every bit, are in the row. Turns are taken in alternation, the
-fastest counts; on a CPU, one thread's own time, so that other work beside it does not count. Rows go to results/ as JSON lines; the exit code is 1 when varlen is slower than padding.
+fastest counts; on a CPU, one thread's own time, so that other work beside it does not count. Rows go to results/ as
+JSON lines; the exit code is 1 when varlen is slower than padding.
 """
 
 from __future__ import annotations
