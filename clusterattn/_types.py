@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mask:
-    """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is."""
+    """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is.
+
+    Of documents it knows nothing: rows that hold several are taken apart before a method sees them (_documents.py).
+    """
 
     n: int
     m: int
