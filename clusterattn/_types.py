@@ -164,7 +164,8 @@ class Method:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        return {"method": self.name, **dataclasses.asdict(self)}
+        # settings are plain values; dataclasses.asdict would copy them, which compilers cannot follow
+        return {"method": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:

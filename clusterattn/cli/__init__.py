@@ -1,5 +1,5 @@
 """The command `clusterattn`: compare, bench and env (measured.py), approximate and tune (pretrained.py), and, where the
-extra "train" is installed, train, reproduce and report of clusterattn_papers.
+extra "train" is installed, train, reproduce, clusters and report of clusterattn_papers.
 
 What the commands need beyond torch comes with the extra "cli" and is imported only when it is used.
 """
@@ -17,7 +17,7 @@ from .._version import __version__
 if TYPE_CHECKING:
     import typer
 
-PAPERS = ("train", "reproduce", "report")  # commands of clusterattn_papers
+PAPERS = ("train", "reproduce", "clusters", "report")  # commands of clusterattn_papers
 
 ABOUT = """Clustered and sparse attention, measured against exact attention.
 
@@ -42,6 +42,10 @@ ABOUT = """Clustered and sparse attention, measured against exact attention.
   clusterattn approximate MODEL --task embed --data book.txt --length 512
 
   clusterattn tune MODEL --data book.txt --length 512 --tolerance 0.02 --out plan.json
+
+[bold]What the clusters of a model hold, by layer and head[/]
+
+  clusterattn clusters MODEL --data book.txt --length 256
 
 [bold]Train with any attention on your own data; run the papers' tables and figures again[/]
 

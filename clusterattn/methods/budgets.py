@@ -79,13 +79,13 @@ USUAL_SHORT = {
     1: (16, 8), 64: (16, 16), 128: (20, 24), 256: (20, 48), 512: (20, 76), 768: (20, 128), 1024: (20, 256),
     1536: (20, 256),
 }  # fmt: skip
-USUAL_LONG = {1: (64, 64, 64), 32768: (256, 64, 128), 131072: (512, 128, 256), 524288: (1024, 256, 512)}
+USUAL_LONG = {1: (64, 64, 64), 32768: (256, 32, 64), 262144: (512, 64, 128), 1048576: (1024, 128, 256)}
 USUAL_CAUSAL = {
     1: (8, 32), 1024: (8, 96), 2048: (8, 192), 4096: (8, 320), 8192: (8, 512), 32768: (8, 1024), 131072: (32, 1024),
 }  # fmt: skip
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
-CROSS_TOP, CROSS_PARTS = 4, 2
+CROSS_TOP, CROSS_PARTS = 16, 8
 CROSS_QUERIES = 8  # keys for each query up to which a call is as long as its keys are many
 
 

@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
-from ..ops._chunks import wide
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
@@ -85,22 +83,14 @@ class Improved(Clustered):
             q, groups.means, k, v, groups.labels, call.mask, call.scale,
             top=self.top, mass=self.mass, detach_mass=self.detach_mass,
             parts=groups.parts if call.fresh or groups.parts is None else self._sorted(groups.parts, k, call),
-            shares=self._shares(groups, reach[0]) if self.slope else None, blocks=reach, members=groups.members,
+            shares=call.ops.shares(groups.counts, reach[0], q) if self.slope else None, blocks=reach,
+            members=groups.members,
         )  # fmt: skip
         return answer
 
     def _sorted(self, parts: Parts, k: Tensor, call: Call) -> Parts:
         """Parts from a caller, who may have moved them: sorted anew where kernels read them so."""
         return replace(parts, members=call.ops.members(parts.labels, parts.count, k))
-
-    def _shares(self, groups: Clusters, per: int) -> Tensor:
-        """Each cluster's share of the queries, of its own block in a causal call."""
-        counts = groups.counts.to(wide(groups.means).dtype)
-        per = per or counts.shape[-1]
-        by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
-        few = by_block[..., :SLOPE_CLUSTERS]
-        few = few / few.sum(-1, keepdim=True).clamp(min=1)
-        return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
         parts, tangent = min(self.parts, m), self.mass == "tangent"
