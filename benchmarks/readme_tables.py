@@ -303,14 +303,15 @@ def pretrained_summary() -> str:
             if not inside:
                 return "–"
             best = max(inside, key=lambda row: better * float(row[key]))
-            return f"{best[key]:.4f} at {percent(best['cost_share'])}"
+            taken = f", time × {time_of(best)}" if best.get("exact_seconds") else ""
+            return f"{best[key]:.4f} at {percent(best['cost_share'])}{taken}"
 
         exact = next((f"{row[key]:.4f}" for row in found if row["method"] == "exact"), "–")
-        body.append((name, words, exact, told("improved"), told("refined")))
+        body.append((name, words, exact, told("improved"), told("refined"), told("tuned")))
         seen += found
     if not body:
         return NOT_YET
-    head = ("model and task", "figure", "exact", "the paper's `improved`", "`refined`")
+    head = ("model and task", "figure", "exact", "the paper's `improved`", "`refined`", "chosen by `tune`")
     return table(head, body) + origin(seen)
 
 
