@@ -30,6 +30,7 @@ LAYERS = (
         "clusterattn._attention",
         "clusterattn._replay",
         "clusterattn._varlen",
+        "clusterattn._warm_up",
         "clusterattn._plan",
         "clusterattn._report",
         "clusterattn._layer_call",
