@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import clusterattn as ca
 from clusterattn._files import write_whole
 from clusterattn.measure import Row, read
 from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
@@ -221,10 +222,12 @@ def settings_table(*questions: str) -> Callable[[], str]:
                 f"{row['error']:.4f}",
                 f"{row['lowest']:.4f} – {row['highest']:.4f}",
                 percent(row["cost_share"]),
+                time_of(row),
             )
             for row in found
         ]
-        head = ("method", "output error, mean", f"range over {found[0]['seeds']} seeds", "multiply-adds, of exact's")
+        seeds = f"range over {found[0]['seeds']} seeds"
+        head = ("method", "output error, mean", seeds, "multiply-adds, of exact's", "time, exact = 1")
         return table(head, body) + origin(found, "the embedded sample")
 
     return write
@@ -249,6 +252,20 @@ def pretrained_rows(task: str) -> list[Row]:
     return sorted(newest.values(), key=lambda row: float(row["cost_share"]))
 
 
+def settings_named(row: Row) -> str:
+    """The method by settings that differ from today's defaults: rows without parts come from before there were any."""
+    settings = row["settings"]
+    if settings["method"] != "refined" or "parts" in settings:
+        return str(row["method"])
+    block = settings["block"] if row["task"].startswith("smollm2") else None  # of causal calls
+    return str(ca.method({**settings, "parts": 1, "slope": False, "block": block}))
+
+
+def time_of(row: Row) -> str:
+    """Of the whole model's answer."""
+    return f"{row['seconds'] / row['exact_seconds']:.2f}" if row.get("exact_seconds") else "–"
+
+
 def pretrained_table(task: str) -> Callable[[], str]:
     def write() -> str:
         found = pretrained_rows(task)
@@ -256,10 +273,16 @@ def pretrained_table(task: str) -> Callable[[], str]:
             return NOT_YET
         figures = [key for key in FIGURES if key in found[0]]
         body = [
-            (f"`{row['method']}`", percent(row["cost_share"]), *(f"{row[key]:.4f}" for key in figures)) for row in found
+            (
+                f"`{settings_named(row)}`",
+                percent(row["cost_share"]),
+                time_of(row),
+                *(f"{row[key]:.4f}" for key in figures),
+            )
+            for row in found
         ]
-        head = ("method", "multiply-adds, of exact's", *(FIGURES[key] for key in figures))
-        return table(head, body) + origin(found, found[0]["examples"])
+        head = ("method", "multiply-adds, of exact's", "time, exact = 1", *(FIGURES[key] for key in figures))
+        return table(head, body) + origin(found, ", ".join(dict.fromkeys(row["examples"] for row in found)))
 
     return write
 
@@ -280,14 +303,15 @@ def pretrained_summary() -> str:
             if not inside:
                 return "–"
             best = max(inside, key=lambda row: better * float(row[key]))
-            return f"{best[key]:.4f} at {percent(best['cost_share'])}"
+            taken = f", time × {time_of(best)}" if best.get("exact_seconds") else ""
+            return f"{best[key]:.4f} at {percent(best['cost_share'])}{taken}"
 
         exact = next((f"{row[key]:.4f}" for row in found if row["method"] == "exact"), "–")
-        body.append((name, words, exact, told("improved"), told("refined")))
+        body.append((name, words, exact, told("improved"), told("refined"), told("tuned")))
         seen += found
     if not body:
         return NOT_YET
-    head = ("model and task", "figure", "exact", "the paper's `improved`", "`refined`")
+    head = ("model and task", "figure", "exact", "the paper's `improved`", "`refined`", "chosen by `tune`")
     return table(head, body) + origin(seen)
 
 
@@ -342,6 +366,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu": gpu_table,
     "gpu-figures": gpu_figures,
     "settings-refined": settings_table("from Improved to Refined"),
+    "settings-parts": settings_table("slope and parts"),
     "settings-steps": settings_table("steps of k-means"),
     "settings-far": settings_table("starting far apart"),
     "settings-bias": settings_table("random thresholds in the hash"),

@@ -163,7 +163,7 @@ class Clustered(Method):
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
-            labels = labels.view(*labels.shape[:3], many, self._block).transpose(2, 3).flatten(1, 2)
+            labels = labels.view(b, h // many, blocks - 1, many, self._block).transpose(2, 3).flatten(1, 2)
             return F.pad(labels, (0, 0, before, after), value=-1).flatten(2).index_select(2, mine)
 
         members = call.ops.nearest(points, centres)
