@@ -51,22 +51,34 @@ def attention(
 
     q ``(b h n d)``, k ``(b hk m d)``, v ``(b hk m e)`` -> out ``(b h n e)``; hk divides h (grouped heads).
 
-    method       a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
-                 Refined elsewhere
-    key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real, 0 to m. Checked
-                 on the CPU alone: elsewhere looking would wait for the device, and a length below 0 acts as 0, one
-                 beyond m as m
-    query_mask   bool (b n), True = a real query; others answer 0
-    causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
-    scale        of the logits, 1/sqrt(d) by default
-    seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
-                 A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
-    groups       from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
-                 alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
-    state        for Routing and ClusterFormer: what the last call returned with return_state=True
-    points       for ClusterFormer: the hidden states (b n x) it groups by
-    attn_mask, dropout_p   for Exact alone ("auto" is Exact then)
-    return_lse   also return lse (b h n): the log of the total weight behind each answer
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e)
+        method: a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
+            Refined elsewhere
+        key_mask: bool (b m), True = a real key
+        key_lengths: int (b,), instead of key_mask: the first so many keys are real, 0 to m. Checked on the CPU alone:
+            elsewhere looking would wait for the device, and a length below 0 acts as 0, one beyond m as m
+        query_mask: bool (b n), True = a real query; others answer 0
+        causal: queries see keys up to their own position, the last query beside the last key (bottom-right)
+        scale: of the logits, 1/sqrt(d) by default
+        generator: yields the seed, one number for each call
+        seed: same inputs and seed, same answer; the global RNG is never touched. A tensor that holds the seed is read
+            when the kernels run: a CUDA graph then draws anew in each replay
+        dropout_p: for Exact alone ("auto" is Exact then)
+        backend: "auto": kernels where they can serve; "triton": kernels or an error; "reference": never kernels
+        groups: from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
+            alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
+        state: for Routing and ClusterFormer: what the last call returned with return_state=True
+        points: for ClusterFormer: the hidden states (b n x) it groups by
+        attn_mask: for Exact alone ("auto" is Exact then)
+        return_lse: also return lse (b h n): the log of the total weight behind each answer
+        return_state: also return the new state of Routing or ClusterFormer
+        **torchs: SDPA's words are answered with ours, in an error
+
+    Returns:
+        out (b h n e); with return_lse or return_state a tuple of out, lse, state, as far as they were asked for
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
@@ -111,6 +123,22 @@ def groups(
     method ("auto": with Refined).
 
     v is wanted where keys are grouped beside their values: for ``Refined`` with parts.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e), for ``Refined`` with parts
+        method: a method, its name, or "name:key=value,..."
+        key_mask: bool (b m), True = a real key
+        key_lengths: int (b,): the first so many keys are real, instead of key_mask
+        query_mask: bool (b n), True = a real query
+        causal: as in ``attention``
+        scale: of the logits, 1/sqrt(d) by default
+        generator: yields the seed
+        seed: as in ``attention``
+        backend: as in ``attention``
+        state: of Routing or ClusterFormer, from an earlier call
+        points: for ClusterFormer: the hidden states (b n x) it groups by
     """
     recipe = as_method(method)
     q, k, v_ = _cast(q, k, k if v is None else v)
@@ -129,6 +157,12 @@ def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: A
     Given the groups every method is linear in v, so the answer to v = identity is the matrix itself. Rows sum to one;
     with a slope (see Refined) single weights may be negative. v is wanted where keys are grouped beside their values,
     and for sizes that follow its width.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e), where the groups depend on them
+        **options: of ``attention``
     """
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):

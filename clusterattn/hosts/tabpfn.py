@@ -21,6 +21,8 @@ from ..methods import MethodSpec
 from ..methods import method as as_method
 from ._served import CallCounts, answer, need
 
+__all__ = ["register", "unregister"]
+
 METHOD: MethodSpec = "refined"
 MIN_ROWS = 3000
 MIN_DIM = 32
@@ -61,8 +63,11 @@ class TabpfnBackend:
 def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: int = MIN_DIM) -> CallCounts:
     """Let a method answer TabPFN's long attention calls: rows that attend to the training rows.
 
-    min_rows  calls with fewer queries or keys stay as they are: attention over features, inducing points, small tables
-    min_dim   so do heads of fewer dimensions, where grouping costs as much as attention
+    Args:
+        method: answers for rows that attend to training rows
+        min_rows: calls with fewer queries or keys stay as they are: attention over features, inducing points, small
+            tables
+        min_dim: so do heads of fewer dimensions, where grouping costs as much as attention
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.
     Rows are grouped together, so the answer for a test row depends a little on the other rows of its batch.
