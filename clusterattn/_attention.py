@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._errors import bad_type, bad_value
+from ._replay import known
 from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
@@ -82,6 +84,36 @@ def attention(
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
+    ordinary = partial(
+        _attention, method=method, key_mask=key_mask, key_lengths=key_lengths, query_mask=query_mask, causal=causal,
+        scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups, state=state,
+        points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
+    )  # fmt: skip
+    if (
+        torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or type(seed) is not int
+        or not isinstance(method, (str, Method)) or return_state or dropout_p
+        or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
+    ):  # fmt: skip
+        return ordinary(q, k, v, seed)
+    kind = known(q, k, v, method, causal, scale, backend, return_lse)
+    if kind is None:
+        return ordinary(q, k, v, seed)
+    answer = kind.answer(q, k, v, seed)
+    if answer is None:
+        answer = ordinary(q, k, v, seed)
+        if not kind.learned:
+            recipe = _filled(as_method(method), q, k, v, causal)
+            kind.learn(recipe, ordinary, q, k, causal, scale, return_lse)
+    return answer
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, seed: int | Tensor, *, method: MethodSpec, key_mask: Tensor | None,
+    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, scale: float | None,
+    generator: torch.Generator | None, dropout_p: float, backend: str, groups: Groups, state: Any,
+    points: Tensor | None, attn_mask: Tensor | None, return_lse: bool, return_state: bool,
+) -> Any:  # fmt: skip
+    """The call as it is made for the first time: nothing is known of it."""
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
     recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))

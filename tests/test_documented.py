@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +62,7 @@ def constants(module: Any) -> set[str]:
     """Those that a string stands below, which is their docstring."""
     body = ast.parse(inspect.getsource(module)).body
     said = set()
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             said |= {each.id for each in targets if isinstance(each, ast.Name)}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
-from .._types import Attended, Call, Clusters, Groups, Method
+from .._types import Attended, Buckets, Call, Clusters, Groups, Method
 from ..ops import draw
 from ..ops._chunks import wide
 from ..ops.coarse import Coarse
@@ -18,7 +18,6 @@ from ..ops.kmeans import Centres
 from ..ops.merge import NEVER, merge
 from . import _grouping, budgets
 from ._grouping import METRICS, STARTS
-from ._shared import own_block
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -286,3 +285,20 @@ class Clustered(Method):
     def _block(self) -> int:
         assert self.block is not None  # filled in by `at`
         return self.block
+
+
+def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attended:
+    """Exact causal attention of each block of positions to its own keys; the first block sees its whole past."""
+    b, h, n, _ = q.shape
+    blocks = (n + block - 1) // block
+    at = torch.arange(blocks * block, device=q.device).view(blocks, block)
+    queries = torch.where(at < n, at, -1)
+    keys = torch.where((at < n) & (at + call.mask.offset >= 0), at + call.mask.offset, -1)
+    mine: Attended = call.ops.bucketed(
+        q, k, v, Buckets(queries.expand(b, h, -1, -1), keys.expand(b, h, -1, -1)), call.mask, call.scale
+    )
+    if call.mask.offset <= 0:
+        return mine
+    before = torch.arange(call.mask.offset, device=q.device).expand(b, h, 1, -1)
+    past = call.ops.bucketed(q, k, v, Buckets(queries[:1].expand(b, h, -1, -1), before), call.mask, call.scale)
+    return merge(mine, past)

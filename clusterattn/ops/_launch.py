@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ._jit import HAVE_TRITON, INTERPRETING, triton
+
+if TYPE_CHECKING:
+    from ._tape import Recorder
 
 ALIGNED = 16  # bytes: what Triton looks for in a pointer
 PLANS = 1 << 14  # how many are kept before all are forgotten
@@ -26,24 +30,51 @@ _plans: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
 _hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", [None]) if HAVE_TRITON else [None]
 
 
+
+
+class _Recording(threading.local):
+    """Who writes down what this thread launches, see _tape.py."""
+
+    tape: Recorder | None = None
+
+
+recording = _Recording()
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+class Halves(tuple[int, int]):
+    """The low and the high half of a seed, signed and of 32 bits: one kernel serves all seeds. Among the loose numbers
+    of a launch they stand alone, so that a recorded one can be played with another seed."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, seed: int) -> Halves:
+        return cls(((half & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for half in (seed, seed >> 32))
+
+
+def current_stream(device: torch.device) -> int:
+    """Of a GPU, as launches take it."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 class Buffer:
     """A buffer in a workspace. On a GPU it is an address; it becomes a tensor only where somebody needs one."""
 
-    __slots__ = ("_base", "_offset", "_shape", "address", "dtype")
+    __slots__ = ("address", "base", "dtype", "offset", "shape")
 
     def __init__(self, base: Tensor, start: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._base, self._offset, self._shape, self.dtype, self.address = base, offset, shape, dtype, start + offset
+        self.base, self.offset, self.shape, self.dtype, self.address = base, offset, shape, dtype, start + offset
 
     def get_device(self) -> int:
-        return self._base.get_device()
+        return self.base.get_device()
 
     def tensor(self) -> Tensor:
-        size = math.prod(self._shape) * self.dtype.itemsize
-        return self._base[self._offset : self._offset + size].view(self.dtype).view(self._shape)
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return self.base[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
 
 def workspace(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[Buffer]:
@@ -67,48 +98,66 @@ def _layout(wanted: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[li
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...] = (),
     loose: Any = (), **flags: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """Run a kernel whose parameters are, in this order, tensors, numbers, loose numbers and constants.
 
     loose: numbers that change from call to call, such as the halves of a seed (see LOOSE in _jit.py). flags: its
     constants by name, and num_warps and the like.
     """
+    if recording.tape is not None:
+        recording.tape.launched(
+            kernel, grid, tensors, numbers, loose, flags, lambda: launch(kernel, grid, tensors, numbers, loose, **flags)
+        )
+        return
     if INTERPRETING or _hooks:
-        return _ordinary(kernel, grid, tensors, numbers, loose, flags)
+        ordinary(kernel, grid, tensors, numbers, loose, flags)
+        return
     addresses = [x.address if type(x) is Buffer else x.data_ptr() for x in tensors]  # type: ignore[union-attr]
     joined, device = 0, tensors[0].get_device()
     for address in addresses:
         joined |= address
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return _ordinary(kernel, grid, tensors, numbers, loose, flags)
+            ordinary(kernel, grid, tensors, numbers, loose, flags)
+        return
     if joined % ALIGNED:
-        return _ordinary(kernel, grid, tensors, numbers, loose, flags)
-    key = (id(kernel), device, numbers, *[x.dtype for x in tensors], *flags, *flags.values())
+        ordinary(kernel, grid, tensors, numbers, loose, flags)
+        return
+    key = _key(kernel, tensors, numbers, flags)
     plan = _plans.get(key, ())
     if plan:
-        run, function, metadata, constants = plan
+        run, function, head, constants = plan
         across, down, deep = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
-            run(
-                across, down, deep, stream, function, metadata, None, None, None,
-                *addresses, *numbers, *loose, *constants,
-            )  # fmt: skip
-            return None
+            run(across, down, deep, stream, function, *head, *addresses, *numbers, *loose, *constants)
+            return
         except TypeError:  # the arguments are not those that this Triton's launcher takes: nothing has been launched
             plan = _plans[key] = None
-    compiled = _ordinary(kernel, grid, tensors, numbers, loose, flags)
+    compiled = ordinary(kernel, grid, tensors, numbers, loose, flags)
     if plan is not None:  # None: looked at before, and not to be called this way
         if len(_plans) >= PLANS:
             _plans.clear()
         _plans[key] = _planned(compiled, kernel, len(addresses) + len(numbers) + len(loose), flags)
-    return None
 
 
-def _ordinary(
+def _key(
+    kernel: Any, tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...], flags: dict[str, Any]
+) -> tuple[Any, ...]:
+    return id(kernel), tensors[0].get_device(), numbers, *[x.dtype for x in tensors], *flags, *flags.values()
+
+
+def plan_of(
+    kernel: Any, tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...], flags: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    """How a kernel that has been launched with these before is called by address; None: not known."""
+    return _plans.get(_key(kernel, tensors, numbers, flags))
+
+
+def ordinary(
     kernel: Any, grid: tuple[int, ...], tensors: Iterable[Any], numbers: Any, loose: Any, flags: dict[str, Any]
 ) -> Any:
+    """Triton's own way."""
     plain = (x.tensor() if isinstance(x, Buffer) else x for x in tensors)
     return kernel.run(*plain, *numbers, *loose, grid=grid, warmup=False, **flags)
 
@@ -117,6 +166,12 @@ def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> t
     """What a later launch of the same needs; None where Triton's internals are not as expected."""
     try:
         constants = tuple(flags[name] for name in kernel.arg_names[given:])
-        return compiled.run, compiled.function, compiled.packed_metadata, constants
+        head = compiled.packed_metadata, None, None, None  # launch metadata and hooks
+        launcher = compiled.run
+        if launcher.global_scratch_size == 0 and launcher.profile_scratch_size == 0:
+            # what the launcher's own __call__ does where a kernel asks for no memory
+            cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+            return launcher.launch, compiled.function, (cooperative, dependent, None, None, *head), constants
+        return launcher, compiled.function, head, constants
     except (AttributeError, KeyError):
         return None

@@ -25,6 +25,7 @@ from torch.autograd import Function, forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .._errors import complaint
+from ._launch import recording
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -108,7 +109,8 @@ class Op:
             _refuse_tangents(self.name, args)
         if torch._C._are_functorch_transforms_active():  # torch.func takes functions, not torch.library's gradients
             return self._function.apply(*args)  # type: ignore[no-untyped-call]
-        watched, wanted = torch._C._len_torch_dispatch_stack() > 0, False  # a mode: fake tensors, counting, checking
+        # A mode: fake tensors, counting, checking. Whoever writes down what is launched wants to see inside.
+        watched, wanted = torch._C._len_torch_dispatch_stack() > (recording.tape is not None), False
         for x in args:
             if isinstance(x, Tensor):
                 watched = watched or type(x) not in _ORDINARY

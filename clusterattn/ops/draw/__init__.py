@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._jit import HAVE_TRITON
+from .._launch import current_stream, recording
 from .._op import op
 
 Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
@@ -37,7 +38,10 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _in_one_launch(x: Tensor) -> bool:
-    return x.is_cuda and HAVE_TRITON
+    launches = x.is_cuda and HAVE_TRITON
+    if not launches and recording.tape is not None:
+        recording.tape.bound = True  # torch's operators hold the seed as one of their numbers
+    return launches
 
 
 def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
@@ -148,12 +152,23 @@ def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tens
     number, holder = number_and_holder(seed)
     plain = like.is_cuda and holder is None and not torch.compiler.is_compiling() and type(like) is Tensor
     if plain and not torch.cuda.is_current_stream_capturing():  # a graph reads memory for good, and draws for itself
-        return _kept(n, number, stream, most, like.device, torch._C._cuda_getCurrentRawStream(like.get_device()))
-    drawn: Tensor = _stratified(like, n, number, stream, most, holder)
-    return drawn
+        device = like.device
+
+        def draw(number: int) -> Tensor:
+            return _kept(n, number, stream, most, device, current_stream(device))
+
+        tape, recording.tape = recording.tape, None
+        try:
+            drawn = draw(number)
+        finally:
+            recording.tape = tape
+        if tape is not None:
+            tape.drew(drawn, draw)
+        return drawn
+    return _stratified(like, n, number, stream, most, holder)  # type: ignore[no-any-return]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def _kept(n: int, number: int, stream: int, most: int, device: torch.device, queue: int) -> Tensor:
     """The draw is a function of these numbers: a loop of calls with one seed need not launch it again. Kept for each
     queue of the device (a CUDA stream), where whoever reads it comes after whoever wrote it."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._jit import jit, tl
-from .._launch import cdiv, launch
+from .._launch import Halves, cdiv, launch
 
 
 @jit
@@ -38,10 +38,9 @@ def bits_kernel(COUNTER, OUT, HOLDER, total, stream, low, high, HELD: tl.constex
     tl.store(OUT + at, _mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF), mask=at < total)
 
 
-def seed_arguments(number: int, holder: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """HOLDER (``other`` where there is none); low and high, signed and of 32 bits: one kernel serves all seeds."""
-    low, high = (((half & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for half in (number, number >> 32))
-    return other if holder is None else holder, (low, high)
+def seed_arguments(number: int, holder: Tensor | None, other: Tensor) -> tuple[Tensor, Halves]:
+    """HOLDER (``other`` where there is none), and the seed."""
+    return other if holder is None else holder, Halves.of(number)
 
 
 def bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Tensor:

@@ -1,0 +1,237 @@
+"""Calls that were made before are made again without asking again: the same method, shapes, strides and dtypes.
+
+The first call of a kind goes the ordinary way, where everything is checked. From the second on, exact attention is
+SDPA's own call, and a method by kernels is a tape (ops/_tape.py): one Python loop over its launches. The first backward
+of a kind records forward and backward together; afterwards both are played.
+
+Whatever could change what runs, or wants to see it, takes the ordinary way: masks, groups and states, tensors that are
+not plain, compilers, torch.func, dispatch modes, saved-tensor hooks (checkpoints), a CUDA graph in the making. Switched
+off by ``ca.replay(False)``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from ._types import Method
+from .methods import Exact
+from .ops._jit import INTERPRETING
+
+MOST = 512  # kinds of calls that are remembered before all are forgotten
+LAYOUTS = 4  # of a gradient, for each kind
+Ordinary = Callable[[Tensor, Tensor, Tensor, int], Any]  # q, k, v, seed -> out, or (out, lse)
+
+_known: dict[tuple[Any, ...], Known] = {}
+_on = True
+
+
+def replay(on: bool) -> None:
+    """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels in the same
+    order, without the time that it takes to choose them. Turning it off also frees what was remembered."""
+    global _on
+    _on = on
+    forget()
+
+
+def forget() -> None:
+    """Nothing is known of any call."""
+    _known.clear()
+
+
+def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
+    """What is known of calls like this one; None for one that takes the ordinary way."""
+    if (
+        not _on or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    ):  # fmt: skip
+        return None
+    device, dtype, cuda = q.device, q.dtype, q.is_cuda
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
+        return None
+    grad = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
+    key = (
+        settings, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype, device,
+        k.device, v.device, grad, 0 if cuda else torch.get_num_threads(),
+    )  # fmt: skip
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= MOST:
+            _known.clear()
+        found = _known[key] = Known(cuda)
+    return found
+
+
+class Known:
+    """What is known of the calls of one kind."""
+
+    __slots__ = ("_cuda", "_exact", "_refused", "_seed", "_tape", "joint", "ordinary")
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda, self._refused = cuda, False
+        self._exact: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self._tape: Any = None
+        self._seed = 0  # of a tape that holds it
+        self.joint: dict[tuple[Any, ...], Any] = {}  # the layout of the gradients -> a tape with backward
+        self.ordinary: Ordinary | None = None
+
+    @property
+    def learned(self) -> bool:
+        return self.ordinary is not None
+
+    def learn(
+        self, recipe: Method, ordinary: Ordinary, q: Tensor, k: Tensor, causal: bool, scale: float | None, lse: bool
+    ) -> None:
+        """An ordinary call went well: the next one need not be."""
+        self.ordinary = ordinary
+        self._refused = isinstance(recipe, Exact) or not (self._cuda or INTERPRETING) or 0 in q.shape or 0 in k.shape
+        if isinstance(recipe, Exact) and not lse and (not causal or q.shape[2] == k.shape[2]) and 0 not in k.shape:
+            self._exact = partial(
+                F.scaled_dot_product_attention, is_causal=bool(causal), scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Any:
+        """The answer of a call like those before; None where it must be an ordinary one."""
+        if self._exact is not None:
+            return self._exact(q, k, v)
+        if self.ordinary is None or self._refused or not _aligned((q, k, v)):
+            return None
+        if q.is_cuda and (torch.cuda.is_current_stream_capturing() or q.get_device() != torch._C._cuda_getDevice()):
+            return None
+        if self._tape is None and not self._record(q, k, v, seed):
+            return None
+        if self._tape.bound and seed != self._seed:
+            return None
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            found: Any = super(Function, Replayed).apply(self, seed, q, k, v)  # type: ignore[misc]
+        else:
+            found, _ = self._tape.forward.play((q, k, v), seed, None)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _record(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> bool:
+        """Write the forward pass down, by running it once more."""
+        from .ops._tape import CannotRecord, Recorder, Tape
+
+        assert self.ordinary is not None
+        if len({x.data_ptr() for x in (q, k, v)}) < 3:  # which of them a kernel reads cannot be seen
+            return False
+        try:
+            with torch.no_grad(), Recorder((q.detach(), k.detach(), v.detach())) as recorder:
+                found = _listed(self.ordinary(q.detach(), k.detach(), v.detach(), seed))
+                outputs = [recorder.where(x) for x in found]
+            self._tape, self._seed = Tape(recorder, outputs), seed
+        except CannotRecord as reason:
+            self._refuse(reason)
+        return not self._refused
+
+    def _refuse(self, reason: Exception) -> None:
+        self._refused = True
+        logging.getLogger("clusterattn").info("calls of this kind are not replayed: %s", reason)
+
+    def forward(self, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
+        """Outputs, the tape that made them, and what it keeps for backward: the latest that knows one."""
+        layout = next(reversed(self.joint), None)
+        if layout is None:
+            return self._tape.forward.play(inputs, seed, None)[0], None, None
+        tape, there = self.joint[layout]
+        found, kept = tape.forward.play(inputs, seed, None)
+        return found, (layout, tape, there), kept
+
+    def gradients(
+        self, inputs: Sequence[Tensor], seed: int, wanted: Sequence[bool], given: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Forward once more, the ordinary way, and backward: written down where both can be."""
+        from .ops._tape import CannotRecord, Recorder
+
+        recorder: Any = None
+        if len(self.joint) < LAYOUTS and not torch.is_grad_enabled() and len({x.data_ptr() for x in inputs}) == 3:
+            recorder = Recorder([x.detach() for x in inputs])
+        try:
+            return self._both(inputs, seed, wanted, given, recorder)
+        except CannotRecord as reason:
+            self._refuse(reason)
+            return self._both(inputs, seed, wanted, given, None)
+
+    def _both(
+        self, inputs: Sequence[Tensor], seed: int, wanted: Sequence[bool], given: Sequence[Tensor | None],
+        recorder: Any,
+    ) -> list[Tensor | None]:  # fmt: skip
+        from .ops._tape import Tape
+
+        assert self.ordinary is not None
+        again = torch.is_grad_enabled()  # second derivatives: the graph of the first must be there
+        leaves = list(inputs) if again else [
+            x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
+        ]  # fmt: skip
+        middle, outputs, gradients = 0, [], []
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), recorder or nullcontext():
+            found = _listed(self.ordinary(*leaves, seed))
+            if recorder is not None:
+                outputs, middle = [recorder.where(x) for x in found], len(recorder.steps)
+                for x in given:
+                    if x is not None:
+                        recorder.add_input(x)
+            asked = [(x, each) for x, each in zip(found, given, strict=True) if each is not None]
+            targets = [x for x, want in zip(leaves, wanted, strict=True) if want]
+            got = iter(torch.autograd.grad(
+                [x for x, _ in asked], targets, [each for _, each in asked], create_graph=again, allow_unused=True
+            ))  # fmt: skip
+            answers = [next(got) if want else None for want in wanted]
+            if recorder is not None:
+                gradients = [recorder.where(x) for x in answers if x is not None]
+        if recorder is not None:
+            self.joint[layout_of(given)] = (
+                Tape(recorder, outputs, middle, gradients),
+                tuple(x is not None for x in answers),
+            )
+        return answers
+
+
+class Replayed(Function):
+    """A replayed call with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: Known, seed: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.kind, ctx.seed = kind, seed
+        found, ctx.played, ctx.kept = kind.forward((q, k, v), seed)
+        ctx.save_for_backward(q, k, v, *found)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
+        inputs, wanted = ctx.saved_tensors[:3], ctx.needs_input_grad[2:]
+        if ctx.played is not None and not torch.is_grad_enabled():
+            layout, tape, there = ctx.played
+            if layout == layout_of(given) and _aligned(given):
+                found, _ = tape.backward.play((*inputs, *(x for x in given if x is not None)), ctx.seed, ctx.kept)
+                answers = iter(found)
+                return None, None, *(next(answers) if each else None for each in there)
+        return None, None, *ctx.kind.gradients(inputs, ctx.seed, wanted, given)
+
+
+def layout_of(given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
+
+
+def _listed(answer: Any) -> list[Tensor]:
+    return list(answer) if isinstance(answer, tuple) else [answer]
+
+
+def _aligned(tensors: Sequence[Tensor | None]) -> bool:
+    """Kernels were compiled for pointers that are."""
+    joined = 0
+    for x in tensors:
+        if x is not None:
+            joined |= x.data_ptr()
+    return joined % 16 == 0

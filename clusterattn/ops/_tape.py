@@ -1,0 +1,453 @@
+"""A call written down once and played again: its kernels, without what chose them.
+
+A call runs a few dozen kernels, and Python takes longer to choose them than the device to run them. Which ones run, and
+with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and notes its launches,
+torch's operators between them, and the memory that they pass on to each other. A ``Tape`` plays them again for other
+tensors of the same shapes and strides: memory for all of them is one allocation, laid out beforehand, and kernels are
+called by address. Nothing is kept between two plays but numbers; the stream is the caller's.
+
+What does not follow from shapes is refused while it is recorded: an operator whose result is read on the host, random
+numbers of torch's own, a tensor that came from nowhere. Seeds are the exception: they are played anew, see ``Halves``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ._launch import ALIGNED, Buffer, Halves, current_stream, ordinary, plan_of, recording
+
+_EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
+_REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+INPUT, MEMORY, MADE, DRAWN = range(4)
+SCRATCH, KEPT = -1, -2  # among the tensors of a play: its memory, and what forward keeps for backward
+
+
+class CannotRecord(Exception):
+    """This call does not follow from its shapes alone."""
+
+
+@dataclass
+class Slot:
+    """Something that tensors of the call lie in: an input, memory, what an operator made, or a draw."""
+
+    kind: int
+    number: int = -1  # of the input
+    size: int = 0  # bytes of memory
+    draw: Any = None
+    whole: Any = None  # (dtype, shape, stride) of the tensor that an operator made
+    first: int = -1  # the steps that use it
+    last: int = -1
+
+
+class Where(NamedTuple):
+    """A tensor of the call: in which slot, and how it lies there. offset: in bytes; slot None: it is empty."""
+
+    slot: int | None
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass
+class Launch:
+    """A kernel. plan: how to call it by address; without one (an interpreter) it takes tensors."""
+
+    kernel: Any
+    plan: tuple[Any, ...] | None
+    grid: tuple[int, ...]
+    tensors: list[Where]
+    numbers: tuple[Any, ...]
+    loose: tuple[Any, ...]
+    flags: dict[str, Any]
+
+
+@dataclass
+class Operator:
+    """One of torch's, between kernels."""
+
+    function: Any
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    made: list[tuple[int, int]] = field(default_factory=list)  # (which result, slot)
+
+
+class Recorder(TorchDispatchMode):
+    """Within this context the calls of one thread are written down."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.slots: list[Slot] = []
+        self.steps: list[Launch | Operator] = []
+        self.inputs: list[Tensor] = []
+        self.bound = False  # does it hold the seed it was recorded with?
+        self._storages: dict[int, int] = {}  # the address of a storage -> its slot, as things stand
+        self._exact: dict[int, int] = {}
+        self._alive: list[Any] = []  # storages of inputs and draws: nobody else may get their addresses
+        for x in inputs:
+            self.add_input(x)
+
+    def add_input(self, x: Tensor) -> None:
+        slot = self._add(Slot(INPUT, len(self.inputs)))
+        self.inputs.append(x)
+        address = x.data_ptr()
+        if address in self._exact:
+            raise CannotRecord("two inputs are one tensor")
+        self._exact[address] = slot
+        storage = x.untyped_storage().data_ptr()
+        self._storages[storage] = -1 if storage in self._storages else slot  # -1: several inputs share it
+
+    def __enter__(self) -> Recorder:
+        recording.tape = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        recording.tape = None
+        super().__exit__(*error)
+
+    def _add(self, slot: Slot) -> int:
+        self.slots.append(slot)
+        return len(self.slots) - 1
+
+    def where(self, x: Tensor | Buffer) -> Where:
+        """Where a tensor lies, used by the step that comes next."""
+        if isinstance(x, Buffer):
+            base = self.where(x.base)
+            return Where(base.slot, x.offset, x.dtype, x.shape, ())
+        shape, stride, slot = tuple(x.shape), tuple(x.stride()), None
+        if x.numel() == 0:
+            return Where(None, 0, x.dtype, shape, stride)
+        address = x.data_ptr()
+        slot = self._exact.get(address)
+        if slot is None:
+            slot = self._storages.get(x.untyped_storage().data_ptr())
+            if slot is None or slot < 0:
+                raise CannotRecord("a tensor from elsewhere")
+        kind = self.slots[slot]
+        kind.first, kind.last = len(self.steps) if kind.first < 0 else kind.first, len(self.steps)
+        start = self.inputs[kind.number].data_ptr() if kind.kind == INPUT else x.untyped_storage().data_ptr()
+        return Where(slot, address - start, x.dtype, shape, stride)
+
+    def drew(self, x: Tensor, draw: Any) -> None:
+        """x is a draw: ``draw(seed halves)`` gives it again."""
+        self._storages[x.untyped_storage().data_ptr()] = self._add(Slot(DRAWN, draw=draw))
+        self._alive.append(x)
+
+    def launched(
+        self, kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...],
+        loose: Any, flags: dict[str, Any], run: Callable[[], Any],
+    ) -> None:  # fmt: skip
+        """``run`` launches it in the ordinary way."""
+        places = [self.where(x) for x in tensors]
+        with _disable_current_modes():
+            recording.tape = None  # type: ignore[assignment]
+            try:
+                run()
+            finally:
+                recording.tape = self
+        plan = plan_of(kernel, tensors, numbers, flags)
+        self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if any(tag in func.tags for tag in _REFUSED):
+            raise CannotRecord(f"{func} does not follow from shapes")
+        if func._schema.name in _EMPTY:
+            found = func(*args, **named)
+            if found.numel():
+                size = found.untyped_storage().nbytes()
+                self._storages[found.untyped_storage().data_ptr()] = self._add(Slot(MEMORY, size=size))
+            return found
+        if func.is_view:
+            return func(*args, **named)
+        step = Operator(func, _mapped(args, self.where), _mapped(named, self.where))
+        found = func(*args, **named)
+        given = {x.untyped_storage().data_ptr() for x in _tensors((args, tuple(named.values())))}
+        for which, x in enumerate(found if isinstance(found, (tuple, list)) else (found,)):
+            if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() not in given:
+                whole = x.dtype, tuple(x.shape), tuple(x.stride())
+                slot = self._add(Slot(MADE, whole=whole, first=len(self.steps), last=len(self.steps)))
+                self._storages[x.untyped_storage().data_ptr()] = slot
+                step.made.append((which, slot))
+        self.steps.append(step)
+        return found
+
+
+def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
+    """Tensors, or where they lie, in arguments."""
+    if isinstance(x, (Tensor, Where)):
+        return function(x)
+    if isinstance(x, dict):
+        return {name: _mapped(each, function) for name, each in x.items()}
+    return type(x)(_mapped(each, function) for each in x) if type(x) in (tuple, list) else x
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    return [found for each in x for found in _tensors(each)] if isinstance(x, (tuple, list)) else []
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def _laid_out(slots: list[tuple[int, Slot]]) -> tuple[dict[int, int], int]:
+    """Offsets for slots in one block: those that do not live at the same time may share it. And its size."""
+    placed: list[tuple[int, int, Slot]] = []
+    offsets, total = {}, 0
+    for name, slot in sorted(slots, key=lambda each: -each[1].size):
+        size, at = -(-slot.size // 256) * 256, 0
+        for low, high, other in sorted(placed, key=lambda each: each[0]):
+            if other.first <= slot.last and slot.first <= other.last and at < high and low < at + size:
+                at = high
+        offsets[name] = at
+        placed.append((at, at + size, slot))
+        total = max(total, at + size)
+    return offsets, total
+
+
+class Kept(NamedTuple):
+    """What the forward half of a tape leaves for the backward half."""
+
+    memory: Tensor | None
+    made: dict[int, Tensor]
+
+
+class Half:
+    """The forward or the backward steps of a tape, ready to be played.
+
+    keeps: bytes that the backward half will read, hands_on: slots of tensors that it will.
+    """
+
+    def __init__(
+        self, recorder: Recorder, begin: int, end: int, outputs: list[Where], kept: dict[int, int], keeps: int = 0,
+        hands_on: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.slots, self.kept, self.outputs, self.keeps, self.hands_on = recorder.slots, kept, outputs, keeps, hands_on
+        own = {where.slot for where in outputs}
+        mine = [
+            (i, slot) for i, slot in enumerate(self.slots)
+            if slot.kind == MEMORY and begin <= slot.first < end and i not in kept and i not in own
+        ]  # fmt: skip
+        self.offsets, self.scratch = _laid_out(mine)
+        self.results = [where for where in outputs if where.slot is not None and self.slots[where.slot].kind == MEMORY]
+        # Addresses: an input's, or an offset in scratch or kept memory, or a tensor's. The table of a play is made of
+        # (which of these bases, offset).
+        self.inputs = len(recorder.inputs)
+        self.bases: list[int] = []  # the slots of tensors
+        self.table: list[tuple[int, int]] = []
+        self._places: dict[tuple[int, int], int] = {}
+        self.steps = [self._ready(step) for step in recorder.steps[begin:end]]
+        self.draws = [(i, self.slots[i].draw) for i in self.bases if self.slots[i].kind == DRAWN]
+        self.moving: dict[int, list[tuple[int, int]]] = {}  # slot made underway -> (place in the table, offset)
+        for (slot, offset), place in self._places.items():
+            if self.slots[slot].kind == MADE and self.slots[slot].first >= begin:
+                self.moving.setdefault(slot, []).append((place, offset))
+        self.frees: dict[int, list[int]] = {}  # step -> what operators made that nobody asks for afterwards
+        for i, slot in enumerate(self.slots):
+            if slot.kind == MADE and begin <= slot.first and slot.last < end and i not in own:
+                self.frees.setdefault(slot.last - begin, []).append(i)
+
+    def _place(self, where: Where) -> int:
+        """Of an address in the table, whose last is that of empty tensors."""
+        if where.slot is None:
+            return -1
+        key = where.slot, where.offset
+        if key not in self._places:
+            slot = self.slots[where.slot]
+            if slot.kind == INPUT:
+                entry = slot.number, where.offset
+            elif where.slot in self.offsets:
+                entry = self.inputs, self.offsets[where.slot] + where.offset
+            elif where.slot in self.kept:
+                entry = self.inputs + 1, self.kept[where.slot] + where.offset
+            else:
+                if where.slot not in self.bases:
+                    self.bases.append(where.slot)
+                entry = self.inputs + 2 + self.bases.index(where.slot), where.offset
+            self._places[key] = len(self.table)
+            self.table.append(entry)
+        return self._places[key]
+
+    def _ready(self, step: Launch | Operator) -> tuple[Any, ...]:
+        """What ``play`` reads of a step. A step that takes tensors begins with None."""
+        if isinstance(step, Operator):
+            return None, step.function._op, _mapped(step.args, self._lies), _mapped(step.named, self._lies), step.made
+        if step.plan is None:
+            return None, step, [self._lies(where) for where in step.tensors], {}, ()
+        run, function, head, constants = step.plan
+        at = [self._place(where) for where in step.tensors]
+        pick: Any = itemgetter(*at) if len(at) > 1 else lambda table, only=at[0]: (table[only],)
+        if isinstance(step.loose, Halves):
+            return run, step.grid, function, head, pick, step.numbers, constants
+        return run, step.grid, function, head, pick, (*step.numbers, *step.loose, *constants), None
+
+    def _lies(self, where: Where) -> Lies:
+        """Among which tensors of a play, and how."""
+        if where.slot is None:
+            return Lies(None, 0, where.dtype, where.shape, where.stride, 0, False)
+        slot, size = self.slots[where.slot], where.dtype.itemsize
+        source, start = where.slot, 0
+        if slot.kind == INPUT:
+            return Lies(INPUT, slot.number, where.dtype, where.shape, _strides(where), where.offset // size, False)
+        if where.slot in self.offsets:
+            source, start = SCRATCH, self.offsets[where.slot]
+        elif where.slot in self.kept:
+            source, start = KEPT, self.kept[where.slot]
+        elif slot.kind == MADE and not where.offset and slot.whole == (where.dtype, where.shape, where.stride):
+            return Lies(MADE, source, where.dtype, where.shape, where.stride, 0, True)
+        return Lies(MADE, source, where.dtype, where.shape, _strides(where), (start + where.offset) // size, False)
+
+    def play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
+        """The outputs, and what is kept. ``kept``: of the forward half, None where this is it."""
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return self._play(inputs, seed, kept)
+
+    def _play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
+        device = next(x.device for x in inputs if x is not None)
+        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+        memory, made = (None, {}) if kept is None else (kept.memory, dict(kept.made))
+        if kept is None and self.keeps:
+            memory = torch.empty(self.keeps, dtype=torch.uint8, device=device)
+        for where in self.results:
+            made[where.slot] = torch.empty_strided(where.shape, _strides(where), dtype=where.dtype, device=device)
+        for slot, draw in self.draws:
+            made[slot] = draw(seed)
+        bases = [0 if x is None else x.data_ptr() for x in inputs]
+        bases += [0] * (self.inputs - len(bases))  # gradients come later
+        bases += (scratch.data_ptr(), 0 if memory is None else memory.data_ptr())
+        bases += [made[slot].data_ptr() if slot in made else 0 for slot in self.bases]
+        table = [bases[base] + offset for base, offset in self.table]
+        table.append(0)
+        made[SCRATCH] = scratch
+        if memory is not None:
+            made[KEPT] = memory
+        stream, halves = current_stream(device), Halves.of(seed)
+        for number, (run, *step) in enumerate(self.steps):
+            if run is None:
+                self._do(step, inputs, made, halves, table)
+                for slot in self.frees.get(number, ()):
+                    made.pop(slot, None)
+                continue
+            grid, function, head, pick, numbers, constants = step
+            if constants is None:
+                run(*grid, stream, function, *head, *pick(table), *numbers)
+            else:
+                run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
+        found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
+        return found, Kept(memory, {i: made[i] for i in self.hands_on})
+
+    def _do(
+        self, step: list[Any], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
+        table: list[int],
+    ) -> None:  # fmt: skip
+        """A step that takes tensors."""
+        function, args, named, results = step
+        given = [
+            _tensor(x, inputs, made) if type(x) is Lies else x if type(x) is not list else _given(x, inputs, made)
+            for x in args
+        ]  # fmt: skip
+        if type(function) is Launch:
+            loose = halves if isinstance(function.loose, Halves) else function.loose
+            ordinary(function.kernel, function.grid, given, function.numbers, loose, function.flags)
+            return
+        named = {name: _tensor(x, inputs, made) if type(x) is Lies else x for name, x in named.items()}
+        found = function(*given, **named)
+        for which, slot in results:
+            made[slot] = mine = found[which] if type(found) in (tuple, list) else found
+            for place, offset in self.moving.get(slot, ()):
+                table[place] = mine.data_ptr() + offset
+
+
+class Lies(NamedTuple):
+    """How a tensor of a play lies: in an input, or in something made (SCRATCH and KEPT: the memory of the play)."""
+
+    source: int | None
+    slot: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    whole: bool
+
+
+def _tensor(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Tensor:
+    if x.whole:
+        return made[x.slot]
+    if x.source is None:
+        return torch.empty(x.shape, dtype=x.dtype, device=made[SCRATCH].device)
+    offset = x.offset
+    if x.source == INPUT:
+        base = inputs[x.slot]
+        assert base is not None
+        offset += base.storage_offset()
+    else:
+        base = made[x.slot]
+    if base.dtype != x.dtype:
+        base = base.view(x.dtype)
+    return base.as_strided(x.shape, x.stride, offset)
+
+
+def _given(x: Any, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Any:
+    return [_tensor(each, inputs, made) if type(each) is Lies else each for each in x]
+
+
+def _result(
+    slots: list[Slot], where: Where, inputs: Sequence[Tensor | None], made: dict[int, Tensor],
+    lies: Callable[[Where], Lies],
+) -> Tensor:  # fmt: skip
+    """Itself where it fills its slot: whoever gets it may write to it."""
+    found = made.get(where.slot)  # type: ignore[arg-type]
+    if found is not None and not where.offset and found.dtype == where.dtype and found.shape == where.shape:
+        return found
+    return _tensor(lies(where), inputs, made)
+
+
+def _strides(where: Where) -> tuple[int, ...]:
+    if where.stride or not where.shape:
+        return where.stride
+    strides, step = [], 1  # a buffer of a workspace lies densely
+    for size in reversed(where.shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+class Tape:
+    """A recorded call. middle: where its backward steps begin, None for a call without."""
+
+    def __init__(
+        self, recorder: Recorder, outputs: Sequence[Where], middle: int | None = None,
+        gradients: Sequence[Where] = (),
+    ) -> None:  # fmt: skip
+        steps, slots = len(recorder.steps), recorder.slots
+        split = steps if middle is None else middle
+        for where in (*outputs, *gradients):
+            if where.slot is not None and slots[where.slot].kind in (INPUT, DRAWN):
+                raise CannotRecord("an output that is an input")
+        own = {where.slot for where in outputs if where.slot is not None}
+        across = [(i, slot) for i, slot in enumerate(slots) if 0 <= slot.first < split <= slot.last < steps]
+        kept, keeps = _laid_out([(i, slot) for i, slot in across if slot.kind == MEMORY and i not in own])
+        if middle is None:
+            kept, keeps, across = {}, 0, []
+        on = tuple(i for i, slot in across if slot.kind == MADE or i in own)
+        self.bound = recorder.bound
+        self.forward = Half(recorder, 0, split, list(outputs), kept, keeps, on)
+        self.backward = None if middle is None else Half(recorder, split, steps, list(gradients), kept)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Kernels were compiled for pointers that are."""
+    joined = 0
+    for x in tensors:
+        if x is not None:
+            joined |= x.data_ptr()
+    return joined % ALIGNED == 0
