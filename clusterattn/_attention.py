@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from .methods import method as as_method
 from .methods.budgets import Shape
 from .ops import choose
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._options import AttentionOptions
+
 DEFAULT = "auto"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORDS = {  # SDPA's, and what they are here
@@ -26,6 +31,31 @@ WORDS = {  # SDPA's, and what they are here
 }
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Any]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Any]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -51,11 +81,9 @@ def attention(
 ) -> Any:
     """Attention by clustering, called like SDPA.
 
-    q ``(b h n d)``, k ``(b hk m d)``, v ``(b hk m e)`` -> out ``(b h n e)``; hk divides h (grouped heads).
-
     Args:
         q: queries (b h n d)
-        k: keys (b hk m d); hk divides h
+        k: keys (b hk m d); hk divides h (grouped heads)
         v: values (b hk m e)
         method: a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
             Refined elsewhere

@@ -8,10 +8,14 @@ import importlib
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import ROOT
 
 import clusterattn as ca
 
@@ -115,3 +119,37 @@ def test_dir_shows_what_there_is() -> None:
     }
     assert not [name for name in dir(ca) if name.startswith("_") and name != "__version__"]
     assert sorted(dir(ca.hosts)) == ["diffusers", "tabpfn", "vggt"]
+
+
+# ---- types ---------------------------------------------------------------------------------------
+
+TYPED = """
+import torch
+import clusterattn as ca
+
+q = torch.randn(1, 1, 4, 4)
+reveal_type(ca.attention(q, q, q))
+reveal_type(ca.attention(q, q, q, method="exact", causal=True))
+reveal_type(ca.attention(q, q, q, return_lse=True))
+reveal_type(ca.attention(q, q, q, return_state=True))
+reveal_type(ca.attention(q, q, q, return_lse=True, return_state=True))
+ca.attention(q, q, q, is_causal=True)
+"""
+
+
+def test_a_type_checker_knows_what_attention_returns(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    words = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent", str(tmp_path / "typed.py")]
+    says = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+    shown = re.findall(r'Revealed type is "(.*)"', says.replace("torch._tensor.", "").replace("builtins.", ""))
+    one, lse, state, both = "Tensor", "tuple[Tensor, Tensor]", "tuple[Tensor, Any]", "tuple[Tensor, Tensor, Any]"
+    assert shown == [one, one, lse, state, both], says
+    assert "typed.py:11: error" in says  # SDPA's word
+
+
+def test_the_typed_options_are_those_of_the_call() -> None:
+    from clusterattn._options import AttentionOptions
+
+    apart = {"q", "k", "v", "return_lse", "return_state", "torchs"}
+    assert set(AttentionOptions.__annotations__) == set(asked(ca.attention)) - apart

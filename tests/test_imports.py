@@ -28,6 +28,7 @@ LAYERS = (
     (
         "clusterattn._attention",
         "clusterattn._replay",
+        "clusterattn._options",
         "clusterattn._plan",
         "clusterattn._report",
         "clusterattn._layer_call",
