@@ -16,6 +16,7 @@ FIGURES = {  # key -> axis label
     "hidden": "error of the last hidden state",
 }
 FEW = 4  # points of a method that are labelled: the ends of its front, the default, the middle
+ROOM = (34.0, 10.0)  # of a label, in points of the canvas
 COSTS = {"cost_share": "multiply-adds, exact = 1", "time": "time of the whole answer, exact = 1"}
 
 
@@ -38,6 +39,7 @@ def picture(task: str, rows: list[Row], figures: list[str]) -> bytes:
 def _panel(panel: Any, rows: list[Row], cost: str, key: str) -> None:
     worse = -1 if key == "top1" else 1
     curves: dict[tuple[str, bool], list[Row]] = {}
+    labelled: list[tuple[Row, str]] = []
     for row in rows:
         prefill = row["settings"].get("centroids_from") == "block"
         curves.setdefault((row["settings"]["method"], prefill), []).append(row)
@@ -51,16 +53,7 @@ def _panel(panel: Any, rows: list[Row], cost: str, key: str) -> None:
         panel.plot(*zip(*spots, strict=True), color=colour, marker=marker, ls="", fillstyle=fill, label=label, zorder=3)
         front = plots._front([(x, worse * y) for x, y in spots])
         panel.plot([x for x, _ in front], [worse * y for _, y in front], color=colour, lw=1.1, alpha=0.5, zorder=2)
-        for row in _labelled(mine, [(x, worse * y) for x, y in front], cost, key):
-            panel.annotate(
-                _words(row),
-                (row[cost], row[key]),
-                xytext=(5, 4),
-                textcoords="offset points",
-                size=6.2,
-                color=colour,
-                zorder=4,
-            )
+        labelled += [(row, colour) for row in _labelled(mine, front, cost)]
         for row in mine:
             if row["method"] == "refined":  # as it comes
                 panel.plot(row[cost], row[key], "o", ms=13, mfc="none", mec=colour, mew=1.6, zorder=4)
@@ -72,14 +65,28 @@ def _panel(panel: Any, rows: list[Row], cost: str, key: str) -> None:
         if min(values) <= 0:  # exact attention's own distance from itself
             panel.set_yscale("symlog", linthresh=min(above))
             panel.set_ylim(0, 2 * max(above))
+            _plain(panel.yaxis)
         else:
             panel.set_yscale("log")
-        _plain(panel.yaxis)
+            plots.plain_log_ticks(panel.yaxis)
     plots.plain_log_ticks(panel.xaxis)
     panel.grid(True, which="major")
+    _write_labels(panel, labelled, cost, key)
 
 
-def _labelled(rows: list[Row], front: list[tuple[float, float]], cost: str, key: str) -> list[Row]:
+def _write_labels(panel: Any, labelled: list[tuple[Row, str]], cost: str, key: str) -> None:
+    """The default first; a label that would stand on another one is left out."""
+    taken: list[tuple[float, float]] = []
+    for row, colour in sorted(labelled, key=lambda each: each[0]["method"] != "refined"):
+        x, y = panel.transData.transform((row[cost], row[key]))
+        if any(abs(x - other_x) < ROOM[0] and abs(y - other_y) < ROOM[1] for other_x, other_y in taken):
+            continue
+        taken.append((x, y))
+        place = {"xytext": (5, 4), "textcoords": "offset points", "size": 6.5, "color": colour, "zorder": 4}
+        panel.annotate(_words(row), (row[cost], row[key]), **place)
+
+
+def _labelled(rows: list[Row], front: list[tuple[float, float]], cost: str) -> list[Row]:
     """The default, and of the front its ends and what lies between, as many as can be read."""
     on = {spot[0] for spot in front}
     best = sorted(
