@@ -47,7 +47,8 @@ def test_an_index_would_accept_them(dist: Path) -> None:
 
 def test_the_sdist_carries_tests_and_docs_but_no_results(dist: Path) -> None:
     (made,) = dist.glob("*.tar.gz")
-    names = {name.partition("/")[2] for name in tarfile.open(made).getnames()}
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "mkdocs.yml", "docs/guide.md", "tests/laws.py", "Makefile"} <= names
     assert not any(name.startswith(("results/", "site/", ".venv/")) for name in names)
 
