@@ -2,12 +2,13 @@
 
     python benchmarks/pretrained.py prepare --data DATA --cache CACHE --prepared FOLDER    weights and data, once
     python benchmarks/pretrained.py run --prepared FOLDER [--device cuda] [--task minilm]  rows into results/, resumable
+    python benchmarks/pretrained.py run --prepared FOLDER --task minilm --limit 40 --tune 0.14    what ca.tune chooses
     python benchmarks/pretrained.py show                                                   table, bars, pictures
 
 `prepare` needs a network, scipy, gguf and accelerate, and flite for speech; `run` needs torch, transformers and
 safetensors alone, and `show` matplotlib for the pictures.
 Cost is the share of exact attention's multiply-adds in the swapped layers, grouping included; causal exact attention is
-counted with the visible half alone.
+counted with the visible half alone. Seconds are those of the whole answer of the model, on a CPU of the processor.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import clusterattn as ca
+from clusterattn._plan import LayerPlan
 from clusterattn.measure import Row, append, environment, read, rows_path
 from clusterattn.measure.cost import Shape, of_layer, shapes
 
@@ -103,6 +105,14 @@ def _sized(row: Row, clusters: int, top: int) -> bool:
 # ------------------------------------------------------------------------------------------------ run
 
 
+class Contender(NamedTuple):
+    """What serves the layers of a model."""
+
+    name: str
+    settings: dict[str, Any]
+    layers: Mapping[str, LayerPlan]  # those that are not named stay exact
+
+
 def run(args: argparse.Namespace) -> None:
     from pretrained_tasks import TASKS
 
@@ -116,39 +126,51 @@ def run(args: argparse.Namespace) -> None:
         if not (args.prepared / name.split("-")[0].replace("xquad", "minilm")).exists():
             print(f"{name}: not in {args.prepared}, left out")
             continue
-        done = [row for row in rows_of(path) if row["task"] == name and row["limit"] == args.limit]
+        kept = [row for row in rows_of(path) if row["task"] == name and row["limit"] == args.limit]
+        done = {row["method"] for row in kept if row.get("seeds", 1) == args.seeds}
         task = make(args.prepared, args.device, args.limit)
         wanted = [ca.method(one) for one in args.method] or (blockwise if task.causal else whole)(task.length)
-        left = [each for each in wanted if str(each) not in {row["method"] for row in done}]
-        if not left:
+        left = [each for each in wanted if str(each) not in done and not args.tune]
+        asked = [each for each in args.tune if tuned_name(each, args.output) not in done]
+        if not left and not asked:
             continue
         met: dict[str, list[Shape]] = {}
+        started = clock(args.device)
         with hf.observe(task.part, partial(note, met)):
             exact = task.answer()
+        exact_seconds = clock(args.device) - started
         around = {**environment(args.device), "transformers": __import__("transformers").__version__}
         around["commit"] = args.commit or around["commit"]
-        for method in tqdm(left, desc=name, unit="method"):
-            plan = ca.Plan(dict.fromkeys(met, method), task.exact_below)
-            hf.swap(task.part, plan)
-            started = time.perf_counter()
-            try:
-                answer = exact if isinstance(method, ca.Exact) else task.answer()
-            finally:
-                hf.restore(task.part)
-            seconds = time.perf_counter() - started
-            share = sum(of_layer(method, task.heads, at, task.exact_below) for at in met.values()) / sum(
-                of_layer(ca.Exact(), task.heads, at) for at in met.values()
-            )
+        contenders = [Contender(str(each), each.to_dict(), dict.fromkeys(met, each)) for each in left]
+        contenders += [tuned(task, tolerance, args.output, args.state) for tolerance in asked]
+        for each in tqdm(contenders, desc=name, unit="method"):
+            figures, seconds = [], 0.0
+            for seed in range(args.seeds):
+                hf.swap(task.part, ca.Plan(each.layers, task.exact_below), seed=seed)
+                started = clock(args.device)
+                try:
+                    answer = task.answer() if each.layers and each.name != "exact" else exact
+                finally:
+                    hf.restore(task.part)
+                seconds += (clock(args.device) - started) / args.seeds
+                figures.append(task.judge(answer, exact))
+            share = sum(
+                of_layer(each.layers.get(layer, ca.Exact()), task.heads, at, task.exact_below)
+                for layer, at in met.items()
+            ) / sum(of_layer(ca.Exact(), task.heads, at) for at in met.values())
             append(
                 path,
                 {
                     "theme": "pretrained",
                     "task": name,
-                    "method": str(method),
-                    "settings": method.to_dict(),
+                    "method": each.name,
+                    "settings": each.settings,
                     "cost_share": share,
-                    **task.judge(answer, exact),
-                    "seconds": seconds,
+                    **{key: sum(one[key] for one in figures) / len(figures) for key in figures[0]},
+                    "seeds": args.seeds,
+                    "each_seed": figures if args.seeds > 1 else None,
+                    "seconds": exact_seconds if each.name == "exact" else seconds,
+                    "exact_seconds": exact_seconds,
                     "limit": args.limit,
                     "examples": task.examples,
                     "exact_below": task.exact_below,
@@ -157,6 +179,28 @@ def run(args: argparse.Namespace) -> None:
             )
         del task
     print(path)
+
+
+def clock(device: str) -> float:
+    """Seconds. On a CPU those of this process alone: what else runs there does not count."""
+    if torch.device(device).type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def tuned(task: Any, tolerance: float, output: str | None, state: Path | None) -> Contender:
+    """What ``ca.tune`` chooses by multiply-adds on examples that the task does not judge."""
+    judge = None if output is None else getattr(task, output)
+    plan = ca.tune(task.part, task.held_out(), tolerance, cost="multiply-adds", output=judge, state=state)
+    print(f"tolerance {tolerance}: {plan.note['error']:.4f} at {plan.note['cost_share']:.1%} on what is not judged")
+    named = {row["layer"]: row["method"] for row in plan.note["layers"]}
+    settings = {"method": "tuned", "tolerance": tolerance, "output": output or "hidden states", "layers": named}
+    return Contender(tuned_name(tolerance, output), settings, plan.layers)
+
+
+def tuned_name(tolerance: float, output: str | None) -> str:
+    return f"tuned:tolerance={tolerance}" + (f",output={output}" if output else "")
 
 
 def note(seen: dict[str, list[Shape]], layer: str, call: Any) -> None:
@@ -218,6 +262,12 @@ def main() -> int:
     second.add_argument("--device", default="cpu")
     second.add_argument("--task", nargs="*", default=[], help="minilm, xquad, whisper, smollm2-8192, … or a beginning")
     second.add_argument("--method", nargs="*", default=[], help="these methods instead of the whole curve")
+    second.add_argument("--seeds", type=int, default=1, help="figures are means over so many seeds")
+    second.add_argument(
+        "--tune", nargs="*", type=float, default=[], help="plans of ca.tune at these tolerances instead"
+    )
+    second.add_argument("--output", choices=("embeddings",), help="what a tuned plan is judged by; else hidden states")
+    second.add_argument("--state", type=Path, help="a file in which tune keeps its measurements")
     second.add_argument("--commit", help="what the rows say where git can not tell")
     third = parts.add_parser("show")
     third.add_argument("--pictures", type=Path, default=PICTURES)

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,15 @@ def hidden_error(mine: Tensor, exact: Tensor) -> float:
 def spread(rows: int, limit: int | None) -> Tensor:
     """Which rows to take: all, or so many spread evenly."""
     return torch.arange(rows) if limit is None or limit >= rows else torch.arange(limit) * rows // limit
+
+
+def between(rows: int, limit: int | None, count: int) -> Tensor:
+    """So many rows that ``spread`` does not take, spread evenly too."""
+    taken = set(spread(rows, limit).tolist())
+    others = torch.tensor([row for row in range(rows) if row not in taken], dtype=torch.int64)
+    if len(others) < count:
+        raise SystemExit(f"--tune wants {count} examples that are not judged: --limit {rows - count} or less")
+    return others[spread(len(others), count)]
 
 
 class Task:
@@ -54,6 +63,10 @@ class Task:
     def judge(self, mine: Any, exact: Any) -> Figures:
         raise NotImplementedError
 
+    def held_out(self) -> list[dict[str, Tensor]]:
+        """Inputs of ``part`` that are not judged, for ``ca.tune``."""
+        raise SystemExit(f"--tune: {type(self).__name__} keeps no examples for it")
+
 
 class Passages(Task):
     """MiniLM on full windows: mean-pooled embeddings by cosine, and the hidden states."""
@@ -63,7 +76,7 @@ class Passages(Task):
     def __init__(self, prepared: Path, device: str, limit: int | None) -> None:
         super().__init__(prepared / "minilm", "AutoModel", device)
         self.part = self.model
-        rows = self.data["passages"]
+        rows, self.limit = self.data["passages"], limit
         self.ids = rows[spread(len(rows), limit)].long()
         self.examples = f"{len(self.ids)} passages of {self.length} tokens, IMDB and ten books"
 
@@ -73,6 +86,15 @@ class Passages(Task):
     def judge(self, mine: Tensor, exact: Tensor) -> Figures:
         a, b = (F.normalize(x.double().mean(1), dim=-1) for x in (mine, exact))
         return {"distance": float((a - b).square().sum(-1).mean() / 2), "hidden": hidden_error(mine, exact)}
+
+    def held_out(self) -> list[dict[str, Tensor]]:
+        rows = self.data["passages"]
+        ids = rows[between(len(rows), self.limit, 8)].long().to(self.device)
+        return [{"input_ids": some} for some in ids.split(4)]
+
+    @staticmethod
+    def embeddings(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return F.normalize(model(**batch).last_hidden_state.mean(1), dim=-1)
 
 
 class Retrieval(Task):
@@ -125,20 +147,28 @@ class Speech(Task):
         folder = prepared / "whisper"
         super().__init__(folder, "WhisperForConditionalGeneration", device)
         self.part = self.model.model.encoder
-        clips = self.data["audio"].split(self.data["lengths"].tolist())
+        clips, self.limit = self.data["audio"].split(self.data["lengths"].tolist()), limit
         references = json.loads((folder / "references.json").read_text())
         at = spread(len(clips), limit).tolist()
         self.words = [plain_words(references[i][1]) for i in at]
         self.kinds = [references[i][0] for i in at]
-        extract = WhisperFeatureExtractor()
-        features = [extract((clips[i].float() / 32768).numpy(), sampling_rate=RATE).input_features[0] for i in at]
-        self.features = torch.stack([torch.as_tensor(each) for each in features])
+        self.extract, self.clips = WhisperFeatureExtractor(), clips
+        self.features = self.heard(at)
         lines = (folder / "gpt2.tiktoken").read_text().split("\n")
         self.pieces = [base64.b64decode(line.split()[0]) for line in lines if line]
         said = (piece.decode(errors="replace").strip() for piece in self.pieces)
         self.never = [i for i, text in enumerate(said) if text and all(letter in self.SYMBOLS for letter in text)]
         kinds = ", ".join(f"{self.kinds.count(kind)} of {kind}" for kind in dict.fromkeys(self.kinds))
         self.examples = f"{len(at)} clips ({kinds}), {sum(map(len, self.words))} words"
+
+    def heard(self, at: list[int]) -> Tensor:
+        sounds = ((self.clips[i].float() / 32768).numpy() for i in at)
+        features = [self.extract(sound, sampling_rate=RATE).input_features[0] for sound in sounds]
+        return torch.stack([torch.as_tensor(each) for each in features])
+
+    def held_out(self) -> list[dict[str, Tensor]]:
+        features = self.heard(between(len(self.clips), self.limit, 4).tolist()).to(self.device)
+        return [{"input_features": some} for some in features.split(2)]
 
     def answer(self) -> tuple[Tensor, list[list[str]]]:
         hidden, said = [], []

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import clusterattn as ca
@@ -34,6 +36,13 @@ QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side 
         _OURS,
         ca.Refined(),  # as it comes: sizes of its own
     ],
+    "slope and parts": [
+        _OURS,
+        dataclasses.replace(_OURS, slope=True),
+        dataclasses.replace(_OURS, parts=8),
+        dataclasses.replace(_OURS, parts=8, slope=True),
+        ca.Refined(),
+    ],
     "steps of k-means": [*(dataclasses.replace(_OURS, steps=steps) for steps in (1, 2, 5, 10)), ca.Refined()],
     "random thresholds in the hash": [_PAPER, dataclasses.replace(_PAPER, bias=True)],
     "starting far apart": [
@@ -55,20 +64,20 @@ QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side 
 }
 
 
-def settings(sample: Sample) -> Iterator[Row]:
-    """The output error of each setting, mean and range over seeds. No times: error is what is asked."""
+def settings(sample: Sample, only: str | None = None) -> Iterator[Row]:
+    """The output error of each setting, mean and range over seeds; the processor's time beside exact's."""
     around = environment()
-    (b, h, n, m, d, e), answers = sample.shape, {}
+    (b, h, n, m, d, e), answers, given = sample.shape, {}, (sample.q, sample.k, sample.v)
     for question, methods in QUESTIONS.items():
+        if only not in (None, question):
+            continue
         causal = question.startswith("causal")
         truth = answers.setdefault(causal, exact_answer(sample.q, sample.k, sample.v, causal=causal))
         for method in methods:
-            errors = [
-                relative_error(
-                    ca.attention(sample.q, sample.k, sample.v, method=method, causal=causal, seed=seed), truth
-                )
-                for seed in range(SEEDS)
-            ]
+            runs = [partial(ca.attention, *given, method=method, causal=causal, seed=seed) for seed in range(SEEDS)]
+            errors = [relative_error(run(), truth) for run in runs]
+            exact = partial(ca.attention, *given, method=ca.Exact(), causal=causal)
+            exact_seconds, seconds = (min(processor_seconds(each) for _ in range(SEEDS)) for each in (exact, runs[0]))
             yield {
                 "theme": "settings",
                 "question": question,
@@ -78,6 +87,8 @@ def settings(sample: Sample) -> Iterator[Row]:
                 "lowest": min(errors),
                 "highest": max(errors),
                 "seeds": SEEDS,
+                "seconds": seconds,
+                "exact_seconds": exact_seconds,
                 "cost_share": cost.share(method, cost.Shape(n, m, d, e, causal, h // sample.k.shape[1])),
                 "causal": causal,
                 **dict(zip("bhnmde", (b, h, n, m, d, e), strict=True)),
@@ -86,9 +97,17 @@ def settings(sample: Sample) -> Iterator[Row]:
             }
 
 
+def processor_seconds(run: Callable[[], object]) -> float:
+    """Of this process alone: what else runs on the machine does not count."""
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("compare", "compare-long", "settings"))
+    parser.add_argument("--question", help="of the settings: this one alone")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results")
     args = parser.parse_args()
     for theme, which in {"compare": "short", "compare-long": "long"}.items():
@@ -99,7 +118,7 @@ def main() -> None:
             append(rows_path(args.out, theme), *rows)
             print(f"{len(rows)} rows in {rows_path(args.out, theme)}")
     if args.only in (None, "settings"):
-        for row in settings(embedded()):
+        for row in settings(embedded(), args.question):
             append(rows_path(args.out, "settings"), row)
             print(f"{row['question']:<30} {row['method']:<70} {row['error']:.4f}", flush=True)
 

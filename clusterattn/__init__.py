@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from . import measure, nn, parallel
     from ._plan import Plan
     from .measure.sampled import ErrorReport, error_report
-    from .tuning import tune
+    from .tuning import Advice, advise, tune
 
 # loaded when first used: name -> the module that has it, or that it is
 _LATER = {
+    "Advice": "tuning",
     "__version__": "_version",
     "ErrorReport": "measure.sampled",
     "Plan": "_plan",
+    "advise": "tuning",
     "error_report": "measure.sampled",
     "hf": "hf",
     "hosts": "hosts",
@@ -52,6 +54,7 @@ _LATER = {
 
 __all__ = [
     "METHODS",
+    "Advice",
     "Attended",
     "Auto",
     "Buckets",
@@ -74,6 +77,7 @@ __all__ = [
     "RoutingState",
     "Smyrf",
     "__version__",
+    "advise",
     "attention",
     "attention_matrix",
     "error_report",

@@ -27,6 +27,7 @@ class LayerCall:
         scale: None: 1/sqrt(d)
         method: the method that answers
         out: (b h n e), the answer
+        seed: of the method's draws
     """
 
     q: Tensor
@@ -38,6 +39,7 @@ class LayerCall:
     scale: float | None
     method: LayerPlan
     out: Tensor | None = None
+    seed: int = 0
 
     def answer(self, method: LayerPlan | None = None) -> Tensor:
         """(b h n e): what the call's method answers, or what another would.
@@ -86,6 +88,7 @@ class LayerCall:
             query_mask=self.query_mask,
             causal=self.causal,
             scale=self.scale,
+            seed=self.seed,
         )
         return out
 

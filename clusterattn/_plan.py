@@ -17,6 +17,7 @@ from .methods import method as as_method
 VERSION = 1
 FILE = "clusterattn.json"  # a plan's name in a model's folder
 KINDS = ("", "self", "cross")
+EVERY = "*"  # in the place of a layer's name: every layer that is not named
 
 LayerPlan = Union[Method, tuple[Method, ...]]  # one method for all heads, or one for each query head
 
@@ -28,7 +29,7 @@ class Plan:
     Args:
         layers: the layer's name in ``model.named_modules()`` -> a method, or one method for each query head. Short
             forms are read: ``{"encoder.layer.0.attention.self": "refined:clusters=50"}``. Layers that are not named
-            stay exact
+            stay exact, unless ``"*"`` names the method of all others
         exact_below: shorter sequences use exact attention
         note: what the maker wants to remember: tolerance, measured error, share of the cost, the model's name
         host: whose model it was made for: "transformers", "diffusers", "vggt", "torch"; another refuses it. "": any
@@ -216,13 +217,16 @@ def _named(plan: Plan, names: Sequence[str]) -> dict[str, LayerPlan]:
     """The plan's methods under a model's names: a model with a head and the same without one share a plan."""
     wanted: dict[str, LayerPlan] = {}
     for planned, method in plan.layers.items():
+        if planned == EVERY:
+            continue
         alike = [name for name in names if name == planned]
         alike = alike or [name for name in names if name.endswith("." + planned) or planned.endswith("." + name)]
         if len(alike) != 1:
             known = f"{', '.join(names[:3])}, ..."
             raise bad_value(f"a plan for layers of this model: {known}", repr(planned), "one of these names")
         wanted[alike[0]] = method
-    return wanted
+    others = dict.fromkeys(names, plan.layers[EVERY]) if EVERY in plan.layers else {}
+    return {**others, **wanted}
 
 
 def check_exact_below(length: int) -> None:

@@ -110,7 +110,8 @@ class Clusters:
 
     ``labels[i]`` is the cluster whose centroid answers for query i, ``member_of[i]`` the cluster that query i
     helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
-    queries and becomes part of a centroid for later ones.
+    queries and becomes part of a centroid for later ones. Query heads that share their clusters (``share_heads``) have
+    one set of counts and means, h being hk there.
 
     Attributes:
         labels: (b h n), -1 = no cluster
@@ -242,8 +243,9 @@ class Method:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
+        # settings are plain values; dataclasses.asdict would copy them, which compilers cannot follow
         """The name and every setting, as plain values: for JSON."""
-        return {"method": self.name, **dataclasses.asdict(self)}
+        return {"method": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""The papers' commands, which `clusterattn` finds here: train, reproduce and report."""
+"""The papers' commands, which `clusterattn` finds here: train, reproduce, clusters and report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 
 from clusterattn._errors import bad_value
 from clusterattn._extras import need
-from clusterattn.cli.arguments import command_line, device_of, need_now, plainly
+from clusterattn.cli.arguments import command_line, device_of, dtype_of, need_now, plainly
 from clusterattn.measure.show import progress
 from clusterattn.methods import method as method_of
 
-from .show import Run, show_examples, show_experiments, show_reproduced, show_trained
+from .show import Run, show_clusters, show_examples, show_experiments, show_reproduced, show_trained
 
 if TYPE_CHECKING:
     from clusterattn.methods import Method
@@ -196,6 +196,86 @@ def reproduce(
             typer.echo(f"failed: {label}\n{why}", err=True)
         if outcome.failed:
             raise typer.Exit(1)
+
+
+def clusters(
+    model: Annotated[str, typer.Argument(help="The folder of a Hugging Face model, or its id on the hub.")],
+    data: Annotated[
+        Path,
+        typer.Option(help="Text (a passage per line, or --length), a folder of these; or a folder of .wav."),
+    ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose clusters: clustered, improved or refined, with settings. Default: refined, a cluster for every "
+            "20 tokens of the longest text.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Only layers whose name this expression finds, such as encoder.", show_default=False),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Cut text into windows of so many tokens (default: lines).", show_default=False),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Use so many sequences, spread evenly over the data.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
+    device: Device = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    out: Annotated[Path, typer.Option(help="Folder for clusters.md, the pictures and rows.jsonl.")] = Path(
+        "clusterattn-clusters"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print rows (one for each head) as JSON; no folder is written.")
+    ] = False,
+) -> None:
+    """The clusters of a pretrained model: do they persist over layers, do heads differ, what do they hold?
+
+    The model runs as it is, with exact attention; beside it the queries of every head are grouped as a method would.
+    Groupings are compared by the adjusted Rand index: 1 where two heads make the same clusters, 0 where they agree by
+    chance alone. k-means starts from drawn queries, so the yardstick is the same head grouped from another draw: two
+    heads cannot agree more than that.
+
+    What clusters hold is told in pairs: how many times as often two queries of a cluster are the same token, tokens of
+    one kind (word, short word, continuation, number, punctuation, special), or look most at the same key, as any two
+    queries are (1: no more often), and how far apart they stand in the text (100 %: as far as any two).
+
+    [bold]Examples[/]
+
+      clusterattn clusters path/to/minilm --data book.txt --length 256
+
+      clusterattn clusters openai/whisper-tiny.en --data clips/ --layers encoder --method refined:clusters=50
+
+      clusterattn clusters my-model --data book.txt --length 1024 --json > heads.json
+    """
+    with plainly():
+        need_now("rich", *(() if as_json else ("matplotlib",)))
+        from clusterattn._rows import dumps
+        from clusterattn.measure import tasks
+        from clusterattn.methods import Refined
+
+        from .clusters import look, usual_clusters
+        from .clusters_page import write_clusters
+
+        _check_folder(out)
+        kind, where, number = tasks.task_named("hidden"), _best_device(device), dtype_of(dtype)
+        asked = None if method is None else method_of(method)
+        kind.examples(data, length)  # what is wrong with the data is said before a model is loaded
+        loaded = tasks.load(kind, model, device=where, dtype=number)
+        batches = kind.batches(loaded, data, length=length, size=batch, limit=limit)
+        longest = max(each.inputs["input_ids"].shape[1] if "input_ids" in each.inputs else SOUNDS for each in batches)
+        chosen = asked or Refined(clusters=usual_clusters(longest))
+        with progress() as tick:
+            found = look(loaded, kind, batches, chosen, only=layers, tick=tick)
+        if as_json:
+            print(dumps(found.rows()))
+        else:
+            show_clusters(found, write_clusters(found, out, command=command_line()))
+
+
+SOUNDS = 1500  # positions of speech, whose number only the model knows
 
 
 def report(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from clusterattn._rows import Row
     from clusterattn.methods import Method
 
+    from .clusters import ClusterReport
     from .reproduce import Experiment
     from .tasks import Task
     from .train import Fitted
@@ -121,6 +122,25 @@ def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], wri
         rich.print(f"• {literal(line)}", highlight=False)
     for line in differences(experiment, scale):
         rich.print(f"[dim]• {literal(line)}[/]", highlight=False)
+    show_written(written)
+
+
+def show_clusters(report: ClusterReport, written: Sequence[Path]) -> None:
+    """A line for every layer, and the answers."""
+    from .clusters_page import by_layer
+
+    rich, table = console(), _titled("Clusters by layer, means over heads")
+    columns, rows = by_layer(report)
+    for at, title in enumerate(columns):
+        table.add_column(literal(title), justify="right" if at else "left")
+    for row in rows:
+        table.add_row(*map(literal, row))
+    rich.print(table)
+    for name in report.left_out:
+        why = "which has other positions than the first layer"
+        rich.print(f"[dim]not shown: {literal(name)}, {why}[/]", highlight=False)
+    for line in report.findings():
+        rich.print(f"• {literal(line)}", highlight=False)
     show_written(written)
 
 

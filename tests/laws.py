@@ -16,6 +16,7 @@ import clusterattn as ca
 
 # ---- the list ------------------------------------------------------------------------------------
 
+HEADS = 4  # of a query in `draw`
 _FAMILY: dict[str, Any] = {"clusters": 5, "block": 8}
 _HASHED: dict[str, Any] = {**_FAMILY, "bits": 31, "steps": 3}
 _REFINED: dict[str, Any] = {**_FAMILY, "top": 4, "steps": 2, "parts": 1, "slope": False}
@@ -47,7 +48,7 @@ class Case:
 
 
 def _own_clusters(method: Any) -> Callable[[int, int], Any]:
-    return lambda n, m: dataclasses.replace(method, clusters=n)
+    return lambda n, m: dataclasses.replace(method, clusters=n * HEADS if method.share_heads else n)
 
 
 def _family(name: str, method: Any) -> Case:
@@ -77,6 +78,10 @@ CASES = [
     _family("refined-both", ca.Refined(**{**_REFINED, "parts": 6, "slope": True})),
     _family("refined-far", ca.Refined(**{**_REFINED, "parts": 4, "slope": True, "top": 0})),
     _family("refined-sample", ca.Refined(**{**_REFINED, "parts": 4, "slope": True}, sample=14, rank=3)),
+    _family("clustered-share", ca.Clustered(**_HASHED, share_heads=True)),
+    _family("refined-share", ca.Refined(**_REFINED, share_heads=True)),
+    _family("refined-share-block", ca.Refined(**{**_REFINED, "slope": True}, centroids_from="block", share_heads=True)),
+    _family("refined-share-both", ca.Refined(**{**_REFINED, "parts": 6, "slope": True}, share_heads=True, rank=3)),
     Case(
         "smyrf",
         ca.Smyrf(rounds=2, q_seats=8, k_seats=8),
@@ -179,7 +184,7 @@ def draw(
     case: Case | None = None,
     *,
     b: int = 2,
-    h: int = 4,
+    h: int = HEADS,
     hk: int = 2,
     n: int = 29,
     m: int = 29,

@@ -21,7 +21,8 @@ def expected_rows(
         top, mass, slope = (
             getattr(method, name, other) for name, other in (("top", 0), ("mass", "tangent"), ("slope", False))
         )
-        kept = oracle.Kept(top, mass, parts, slope, scale)
+        share = q.shape[1] // k.shape[1] if method.share_heads else 1
+        kept = oracle.Kept(top, mass, parts, slope, scale, share)
         if causal:
             lag = 1 if method.centroids_from == "past" else 0
             return oracle.block_causal_rows(

@@ -102,13 +102,21 @@ def centroid(q: Tensor, members: Tensor, label: int) -> Tensor:
 @dataclass(frozen=True)
 class Kept:
     """What a method of the family does with the keys: how many are near, how much the far ones weigh, which part each
-    key of a key head belongs to (b hk m; None: they are one), and whether the far values have a slope."""
+    key of a key head belongs to (b hk m; None: they are one), whether the far values have a slope, and how many heads
+    in a row share their clusters."""
 
     top: int = 0
     mass: str = "tangent"
     parts: Tensor | None = None
     slope: bool = False
     scale: float | None = None
+    share: int = 1
+
+
+def crowd(rows: Tensor, h: int, share: int) -> Tensor:
+    """The rows (h n ...) of all heads that share clusters with head h, one after the other."""
+    first = h // share * share
+    return torch.cat([rows[head] for head in range(first, first + share)])
 
 
 def split(middle: Tensor, k: Tensor, at: list[int], top: int, part_of: list[int], scale: float) -> Split:
@@ -178,11 +186,11 @@ def clustered_rows(q: Tensor, k: Tensor, labels: Tensor, seen: Tensor, kept: Kep
         at = seen[b, i].nonzero()[:, 0].tolist()
         if not at:
             return softmax_row(k[b, h, :, 0], [], k.shape[2])
-        mine, parts = labels[b, h], part_of[b, h].tolist()
+        asking, mine, parts = crowd(q[b], h, kept.share), crowd(labels[b], h, kept.share), part_of[b, h].tolist()
         if kept.slope and (b, h) not in slopes:
             there = sorted(set(mine.tolist()) - {-1})
-            slopes[b, h] = slope_of(q[b, h], k[b, h], mine, there, at, parts, kept.top, scale)
-        middle = centroid(q[b, h], mine, int(mine[i]))
+            slopes[b, h] = slope_of(asking, k[b, h], mine, there, at, parts, kept.top, scale)
+        middle = centroid(asking, mine, int(labels[b, h, i]))
         return near_and_far(q[b, h, i], middle, k[b, h], at, parts, slopes.get((b, h)), kept, scale)
 
     return by_row(q, k, row)
@@ -238,12 +246,13 @@ def block_causal_rows(
         past = [j for j in at if j < start]
         if not past:
             return own
-        mine, parts, where = members[b, h], part_of[b, h].tolist(), (b, h, i // block)
+        asking, mine = crowd(q[b], h, kept.share), crowd(members[b], h, kept.share)
+        parts, where = part_of[b, h].tolist(), (b, h, i // block)
         if kept.slope and where not in slopes:
             first = (i // block - lag) * block
-            there = sorted(set(mine[first : first + block].tolist()) - {-1})
-            slopes[where] = slope_of(q[b, h], k[b, h], mine, there, past, parts, kept.top, scale)
-        middle = centroid(q[b, h], mine, int(labels[b, h, i]))
+            there = sorted(set(crowd(members[b, :, first : first + block], h, kept.share).tolist()) - {-1})
+            slopes[where] = slope_of(asking, k[b, h], mine, there, past, parts, kept.top, scale)
+        middle = centroid(asking, mine, int(labels[b, h, i]))
         far = near_and_far(q[b, h, i], middle, k[b, h], past, parts, slopes.get(where), kept, scale)
         return merge_rows(own, far)
 

@@ -33,8 +33,9 @@ LAYERS = (
         "clusterattn._report",
         "clusterattn._layer_call",
     ),
+    ("clusterattn.parallel",),
     ("clusterattn.nn",),
-    ("clusterattn.hf", "clusterattn.hosts", "clusterattn.parallel"),
+    ("clusterattn.hf", "clusterattn.hosts"),
     ("clusterattn.measure",),
     ("clusterattn.tuning",),
     ("clusterattn",),  # the public names

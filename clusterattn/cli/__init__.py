@@ -1,5 +1,5 @@
-"""The command `clusterattn`: compare, bench and env (measured.py), approximate and tune (pretrained.py), and, where the
-extra "train" is installed, train, reproduce and report of clusterattn_papers.
+"""The command `clusterattn`: compare, bench and env (measured.py), advise (advice.py), approximate and tune
+(pretrained.py), and, where the extra "train" is installed, train, reproduce, clusters and report of clusterattn_papers.
 
 What the commands need beyond torch comes with the extra "cli" and is imported only when it is used.
 """
@@ -17,9 +17,13 @@ from .._version import __version__
 if TYPE_CHECKING:
     import typer
 
-PAPERS = ("train", "reproduce", "report")  # commands of clusterattn_papers
+PAPERS = ("train", "reproduce", "clusters", "report")  # commands of clusterattn_papers
 
 ABOUT = """Clustered and sparse attention, measured against exact attention.
+
+[bold]Is it worth it on this machine, from which length, at what error?[/]
+
+  clusterattn advise --heads 16 --dim 64 --length 30000
 
 [bold]Every method on a real sample, as a table and a report.html[/]
 
@@ -42,6 +46,10 @@ ABOUT = """Clustered and sparse attention, measured against exact attention.
   clusterattn approximate MODEL --task embed --data book.txt --length 512
 
   clusterattn tune MODEL --data book.txt --length 512 --tolerance 0.02 --out plan.json
+
+[bold]What the clusters of a model hold, by layer and head[/]
+
+  clusterattn clusters MODEL --data book.txt --length 256
 
 [bold]Train with any attention on your own data; run the papers' tables and figures again[/]
 
@@ -68,6 +76,7 @@ def main() -> None:
 def build() -> typer.Typer:
     import typer
 
+    from .advice import advise
     from .measured import bench, calibrate, compare, env
     from .pretrained import approximate, tune
 
@@ -91,7 +100,7 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for command in (compare, bench, calibrate, approximate, tune):
+    for command in (advise, compare, bench, calibrate, approximate, tune):
         app.command()(command)
     add_papers(app)
     app.command()(env)

@@ -25,6 +25,7 @@ from .._report import log_once
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
+from . import over_ranks
 
 NAME = "clusterattn"
 """The attention implementation: every layer, by the method that the config names or else Refined()."""
@@ -46,6 +47,8 @@ class Stamp:
     eager: bool = False  # exact means the model's own plain attention, which it used before, and not SDPA
     self_attention: bool = True  # surely: the padding of keys is the padding of queries
     watch: Callable[[str, LayerCall], None] | None = None
+    seed: int = 0  # of the method's draws
+    parallel: Any = None  # the ranks that share the sequence: a process group or a DeviceMesh
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -169,7 +172,10 @@ def _attend(
     n, m = query.shape[2], key.shape[2]
     obstacle = stamp.why_exact or _obstacle(stamp, module, mask, dropout, causal, n, m, extra)
     method = Exact() if obstacle or n == 1 or min(n, m) < stamp.exact_below else stamp.method
-    call = LayerCall(query, key, value, keys, _query_mask(stamp, keys, causal, n, m), causal, scaling, method)
+    queries = _query_mask(stamp, keys, causal, n, m)
+    call = LayerCall(query, key, value, keys, queries, causal, scaling, method, seed=stamp.seed)
+    if stamp.parallel is not None:
+        return over_ranks.answer(stamp, call, obstacle).transpose(1, 2).contiguous(), None
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:

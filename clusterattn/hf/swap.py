@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .._errors import bad_type, bad_value
@@ -15,19 +18,31 @@ from .._plan import LayerPlan, Plan, choose
 from .._report import LayerRow, Report, text
 from .._types import Method
 from ..methods import METHODS, Exact, MethodSpec
+from .over_ranks import shared_out
 from .register import STAMP, SWAPPED, Stamp
 
 HOST = "transformers"  # in plans
 BEFORE = "_clusterattn_before"  # the attribute of a swapped model: its configs and their implementations before
 
 
-def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_below: int | None = None) -> Report:
+def swap(
+    model: nn.Module,
+    method: MethodSpec | Plan | None = None,
+    *,
+    exact_below: int | None = None,
+    seed: int = 0,
+    parallel: ProcessGroup | DeviceMesh | None = None,
+) -> Report:
     """Let a method, or a plan's methods, answer for the model's attention layers. Nothing but attributes changes.
 
     Args:
         model: a transformers model that uses the attention interface, or a module that holds some
         method: None: the plan that came with the model, in its config or in its folder (see ``Plan``)
         exact_below: shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
+        seed: of what the methods draw: the same seed, the same answers
+        parallel: a process group or a DeviceMesh of one dimension: every rank runs the model on its share of the tokens
+            (with the position ids of its share) and attention goes over all of them, by ``ca.parallel``. Models with a
+            layer that cannot are refused: exact attention would see the share alone
 
     Layers that no method can honour stay exact, and the report says why. Swapping again replaces the first swap.
     """
@@ -44,7 +59,9 @@ def swap(model: nn.Module, method: MethodSpec | Plan | None = None, *, exact_bel
     below = chosen.exact_below
     reasons = [chosen.why_exact(each.name, _is_cross(each)) for each in found]
     methods = [Exact() if why else chosen.layers[each.name] for each, why in zip(found, reasons, strict=True)]
-    stamps = [make_stamp(each, method, below) for each, method in zip(found, methods, strict=True)]
+    stamps = [replace(make_stamp(each, method, below), seed=seed) for each, method in zip(found, methods, strict=True)]
+    if parallel is not None:
+        stamps = [shared_out(stamp, each.module, parallel) for stamp, each in zip(stamps, found, strict=True)]
 
     restore(model)  # from here on nothing can fail
     before = attach(model, found, stamps)

@@ -13,9 +13,10 @@ from .._attention import attention
 from .._plan import LayerPlan
 from .._report import log_once, text
 from .._types import Method
-from ..methods import Exact
-from ._parallel import layout
-from ._served import CallCounts, answer, answer_with_weight, heads_first
+from ..methods import Auto, Clustered, Exact
+from ..methods.budgets import Shape
+from ._parallel import layout, over_ring
+from ._served import CallCounts, answer, answer_with_weight, chosen, heads_first
 
 Answer = Union[Tensor, tuple[Tensor, Tensor]]  # (b n h e), and the log-weight (b n h) where it is asked for
 
@@ -71,8 +72,17 @@ class DiffusersBackend:
         _parallel_config: Any = None,
     ) -> Answer:  # fmt: skip
         """(b n h d), (b m hk d), (b m hk e) -> (b n h e). The names are diffusers', which passes what it finds here."""
+        given = DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse)
         if _parallel_config is None:
-            return self.attend(query, key, value, DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse))
+            return self.attend(query, key, value, given)
+        method = self._over_ring(query, key, value, given, _parallel_config.context_parallel_config)
+        if method is not None:
+            self.served.note(text(method))
+            whole: Answer = over_ring(
+                query, key, value, method, scale, return_lse, self.exact_rows, self.joint,
+                _parallel_config.context_parallel_config,
+            )  # fmt: skip
+            return whole
         from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
         parts: Answer = _templated_context_parallel_attention(
@@ -88,7 +98,9 @@ class DiffusersBackend:
         keys = _key_mask(given.mask, q, k)
         method = self._of_heads(q.shape[2], parallel)
         reason = self._why_exact(q, k, method, given, keys, 1 if parallel is None else parallel.ring_degree)
-        self.served.note("exact" if reason else text(self.method), reason)
+        if not reason and isinstance(method, Method):
+            method, reason = self._chosen(method, q, k, v, given, parallel)
+        self.served.note("exact" if reason else text(method), reason)
         if reason:
             return _exact(q, k, v, given)
         where = layout(q.shape[1], self.exact_rows, self.joint, parallel, q.device)
@@ -106,6 +118,15 @@ class DiffusersBackend:
             return self.method
         first = parallel._ulysses_local_rank * heads
         return self.method[first : first + heads]
+
+    @staticmethod
+    def _chosen(
+        method: Method, q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions, parallel: Any
+    ) -> tuple[Method, str]:
+        """Under Ulysses as on one device, whose call has the heads of all ranks."""
+        (b, n, h, d), (_, m, hk, e) = q.shape, v.shape
+        rows = b * h * (1 if parallel is None else parallel.ulysses_degree)
+        return chosen(method, Shape(n, m, d, e, given.causal, h // hk), rows, q.device, q.dtype)
 
     def _why_exact(
         self, q: Tensor, k: Tensor, method: LayerPlan, given: DispatchOptions, keys: Tensor | None, ring: int
@@ -142,6 +163,25 @@ class DiffusersBackend:
             if given.causal and method.causality == "no":
                 return f"{type(method).__name__} cannot be causal"
         return ""
+
+    # ------------------------------------------------------------------ over many ranks
+
+    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions, parallel: Any) -> Method | None:
+        """The method that answers around a ring as on one device, over ``clusterattn.parallel``; None where shares are
+        to be merged: every reason for that is one that all ranks share, or some would wait for the others forever."""
+        ring = parallel.ring_degree
+        if ring == 1 or parallel.ulysses_degree > 1 or getattr(parallel, "ring_anything", False):
+            return None
+        if torch.compiler.is_compiling() or not isinstance(self.method, (Clustered, Auto)):
+            return None
+        if given.mask is not None or given.causal or q.shape[1] != k.shape[1] or (self.joint and not self.exact_rows):
+            return None
+        if self._why_exact(q, k, self.method, given, None, ring):
+            return None
+        (b, n, h, d), (_, m, hk, e) = q.shape, v.shape
+        shape = Shape(n * ring, m * ring, d, e, given.causal, h // hk)
+        method, reason = chosen(self.method, shape, b * h, q.device, q.dtype)
+        return None if reason else method
 
     # ------------------------------------------------------------------ a part of a call
 

@@ -1,4 +1,5 @@
-"""Where the conditioning rows of a sequence are, on one device or on a rank of diffusers' context parallelism."""
+"""Where the conditioning rows of a sequence are, on one device or on a rank of diffusers' context parallelism; and a
+ring of ranks that answer as one device does."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .._types import Method
+from ._served import heads_first
 
 
 class Layout(NamedTuple):
@@ -39,6 +43,33 @@ def layout(n: int, exact_rows: int, joint: bool, parallel: Any, device: torch.de
     stretches = torch.split(torch.arange(n, device=device), sizes)
     order = torch.cat([*stretches[0::2], *stretches[1::2]])
     return Layout(pieces, order, order.argsort())
+
+
+def over_ring(
+    q: Tensor, k: Tensor, v: Tensor, method: Method, scale: float | None, lse: bool, exact_rows: int, joint: bool,
+    parallel: Any,
+) -> Any:  # fmt: skip
+    """(b n h d) of this rank's share -> (b n h e), and the log-weight (b n h) if it is asked for: as one device that
+    holds everything would answer, by ``clusterattn.parallel``. Conditioning rows are answered exactly."""
+    from ..parallel import attention, few_exactly
+
+    group, n = parallel._ring_mesh.get_group(), q.shape[1]
+    pieces = layout(n, exact_rows, joint, parallel, q.device).pieces
+    q, k, v = (heads_first(x) for x in (q, k, v))
+    found = []
+    for exact in dict.fromkeys([exact_rows > 0, False, exact_rows < 0]):  # in order, also where this rank has none
+        rows = next((piece for piece, kind in pieces if kind == exact), slice(0, 0))
+        if exact:
+            found.append(few_exactly(q[:, :, rows], k, v, group=group, scale=scale)[: 1 + lse])
+        else:
+            # the streams of a joint model follow one another on one device, and the draws with them
+            others = n - (rows.stop - rows.start)
+            streams = ([others, n - others] if exact_rows > 0 else [n - others, others]) if joint else None
+            options = {"method": method, "group": group, "scale": scale, "key_streams": streams}
+            answer = attention(q[:, :, rows], k, v, return_lse=lse, **options)
+            found.append(answer if lse else (answer,))
+    whole = [torch.cat(each, 2).transpose(1, 2) for each in zip(*found, strict=True)]
+    return (whole[0], whole[1]) if lse else whole[0]
 
 
 def _pieces(n: int, rows: int, first: bool) -> list[tuple[slice, bool]]:

@@ -17,6 +17,10 @@ from .._layer_call import LayerCall
 from .._plan import LayerPlan
 from .._report import Report
 from .._types import Method
+from ..methods import Auto, Exact
+from ..methods.budgets import Shape
+
+FASTER = "exact attention is faster here"  # why a call of method="auto" stays exact
 
 
 class Answered(NamedTuple):
@@ -65,6 +69,14 @@ class Swapped(Report):
     """The report of a swap that also counts calls."""
 
     served: CallCounts = field(default_factory=CallCounts)
+
+
+def chosen(method: Method, shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Method, str]:
+    """The method that answers a call of so many rows (b h), and why it is exact attention if method="auto" says so."""
+    if not isinstance(method, Auto):
+        return method, ""
+    taken = method.choose(device, dtype, rows, shape)
+    return taken, FASTER if isinstance(taken, Exact) else ""
 
 
 def heads_first(x: Tensor) -> Tensor:

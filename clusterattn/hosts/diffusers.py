@@ -32,7 +32,7 @@ __all__ = ["register", "restore", "swap", "unregister"]
 
 NAME = "clusterattn"
 HOST = "diffusers"  # in plans
-METHOD: MethodSpec = "refined"
+METHOD: MethodSpec = "auto"
 MIN_LENGTH = 4096
 SWAPPED = "_clusterattn"  # the attribute of a swapped model: what undoes the swap
 
@@ -50,7 +50,8 @@ def register(
     """Make "clusterattn" one of diffusers' attention backends: ``model.set_attention_backend("clusterattn")``.
 
     Args:
-        method: answers for every attention layer of the models that are set to this backend
+        method: answers for every attention layer of the models that are set to this backend. "auto": Refined where it
+            is faster on this device, SDPA elsewhere
         min_length: calls with fewer queries or keys stay exact
         exact_rows: so many rows at the beginning of a sequence are answered exactly: conditioning tokens (text, a first
             frame). Negative: at its end
@@ -100,7 +101,7 @@ def swap(
 
     Args:
         model: a diffusers model (``pipe.transformer``); where it is compiled as a whole, the compiled one
-        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else Refined
+        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto"
         dense_steps: the first denoising steps of every run stay exact. A step is a lower ``timestep``
         dense_layers: layers that stay exact: by name, or by position among the self-attention layers (-1 is the last)
         min_length: shorter calls stay exact; None: as the plan says, or 4096

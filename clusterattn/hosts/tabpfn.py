@@ -19,11 +19,12 @@ from .._errors import check_whole
 from .._types import Method
 from ..methods import MethodSpec
 from ..methods import method as as_method
-from ._served import CallCounts, answer, need
+from ..methods.budgets import Shape
+from ._served import CallCounts, answer, chosen, need
 
 __all__ = ["register", "unregister"]
 
-METHOD: MethodSpec = "refined"
+METHOD: MethodSpec = "auto"
 MIN_ROWS = 3000
 MIN_DIM = 32
 
@@ -40,8 +41,13 @@ class TabpfnBackend:
     served: CallCounts = field(default_factory=CallCounts)
 
     def is_preferred(self, spec: Any) -> bool:
-        reason = self._why_not(spec)
-        self.served.note("exact" if reason else str(self.method), reason)
+        method, reason = self.method, self._why_not(spec)
+        if not reason:
+            group = spec.num_heads // spec.num_kv_heads
+            shape = Shape(spec.seq_len_q, spec.seq_len_kv, spec.head_dim, spec.head_dim, group=group)
+            rows = (spec.batch_size or 1) * spec.num_heads
+            method, reason = chosen(method, shape, rows, spec.device, spec.dtype)
+        self.served.note("exact" if reason else str(method), reason)
         return not reason
 
     def run(self, q_BSHD: Tensor, k_BSJD: Tensor, v_BSJD: Tensor, **context: Any) -> Tensor:
@@ -64,9 +70,10 @@ def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: 
     """Let a method answer TabPFN's long attention calls: rows that attend to the training rows.
 
     Args:
-        method: answers for rows that attend to training rows
-        min_rows: calls with fewer queries or keys stay as they are: attention over features, inducing points, small
-            tables
+        method: "auto": Refined where it is faster on this device, TabPFN's own attention elsewhere. Any other method
+            answers whatever the settings below let through
+        min_rows: calls with fewer queries or keys stay as they are, however slow: attention over features, inducing
+            points, small tables, where an error would buy nothing
         min_dim: so do heads of fewer dimensions, where grouping costs as much as attention
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.

@@ -21,12 +21,13 @@ from .._plan import LayerPlan, Plan, choose
 from .._report import LayerRow, log_once, text
 from .._types import Method
 from ..methods import Exact, MethodSpec
-from ._served import CallCounts, Swapped
+from ..methods.budgets import Shape
+from ._served import CallCounts, Swapped, chosen
 
 __all__ = ["restore", "swap"]
 
 HOST = "vggt"  # in plans
-METHOD: MethodSpec = "refined"
+METHOD: MethodSpec = "auto"
 EXACT_BELOW = 4096
 PARTS = {"qkv", "q_norm", "k_norm", "rope", "attn_drop", "norm", "proj", "proj_drop"}  # what such a module is made of
 POSITIONS = ("pos", "xpos")  # the hosts' words for what rope is given
@@ -51,8 +52,11 @@ class GlobalAttention(nn.Module):
     def forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
         """x (b n heads·d), and what else the host passes: positions for rope."""
         stamp, host = self._clusterattn, cast(Any, self)
-        reason = self._why_exact(x, given, named)
-        stamp.served.note("exact" if reason else text(stamp.method), reason)
+        method, reason = stamp.method, self._why_exact(x, given, named)
+        if not reason and isinstance(method, Method):
+            (b, n, width), h = x.shape, host.num_heads
+            method, reason = chosen(method, Shape(n, n, width // h, width // h), b * h, x.device, x.dtype)
+        stamp.served.note("exact" if reason else text(method), reason)
         if reason:
             plain: Tensor = super().forward(x, *given, **named)
             return plain
@@ -63,7 +67,7 @@ class GlobalAttention(nn.Module):
         if self._turns():
             at = next(named[word] for word in POSITIONS if named.get(word) is not None)
             q, k = host.rope(q, at), host.rope(k, at)
-        out = LayerCall(q, k, v.contiguous(), None, None, False, host.scale, stamp.method).answer()
+        out = LayerCall(q, k, v.contiguous(), None, None, False, host.scale, method).answer()
         answer: Tensor = host.proj_drop(host.proj(out.transpose(1, 2).reshape(b, n, width)))
         return answer
 
@@ -99,7 +103,8 @@ def swap(
 
     Args:
         model: a model with such blocks
-        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else Refined
+        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto":
+            Refined where it is faster on this device, the host's attention elsewhere
         exact_below: fewer tokens (of all frames together) stay exact; None: as the plan says, or 4096
         blocks: the blocks that attend globally, each with an ``attn``; None: those in lists named ``global_blocks``
 
@@ -109,12 +114,12 @@ def swap(
     if not isinstance(model, nn.Module):
         raise bad_type("a model (torch.nn.Module)", type(model).__name__, "VGGT.from_pretrained(...)")
     found = _found(model, None if blocks is None else list(blocks))
-    chosen = choose(method, model, HOST, list(found), exact_below, (METHOD, EXACT_BELOW))
-    below = chosen.exact_below
+    wanted = choose(method, model, HOST, list(found), exact_below, (METHOD, EXACT_BELOW))
+    below = wanted.exact_below
     served, rows, stamps = CallCounts(), [], {}
     for name, attn in found.items():
-        given = chosen.layers.get(name, Exact())
-        reason = chosen.why_exact(name, cross=False) or _why_plain(attn, given)
+        given = wanted.layers.get(name, Exact())
+        reason = wanted.why_exact(name, cross=False) or _why_plain(attn, given)
         rows.append(LayerRow(name, "exact" if reason else text(given), reason))
         if not reason:
             stamps[name] = BlockStamp(name, given, below, served)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._attention import attention_matrix
 from .._errors import bad_value
 from .._extras import need
-from .._plan import LayerPlan, Plan
+from .._plan import EVERY, LayerPlan, Plan
 from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
@@ -240,7 +240,7 @@ def planned(plan: Plan, name: str) -> LayerPlan | None:
     if name in plan.layers:
         return plan.layers[name]
     alike = [key for key in plan.layers if name.endswith("." + key) or key.endswith("." + name)]
-    return plan.layers[alike[0]] if alike else None
+    return plan.layers[alike[0]] if alike else plan.layers.get(EVERY)
 
 
 def _refuses(methods: LayerPlan, call: LayerCall) -> bool:

@@ -24,23 +24,25 @@ def crossings(
     device: str | torch.device = "cpu",
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     *,
+    kinds: Sequence[bool] = (False, True),
     heads: int = 4,
     dim: int = 64,
     lengths: tuple[int, int] | None = None,
     repetitions: int = 5,
     tick: Tick | None = None,
 ) -> list[dict[str, Any]]:
-    """An entry for ``methods.auto.keep`` for every dtype, causal and not: how long a call takes by itself, and how many
-    multiply-adds it does in a second, for Exact and for Refined with its usual sizes. On an idle machine, please."""
+    """An entry for ``methods.auto.keep`` for every dtype and kind (causal or not): how long a call takes by itself, and
+    how many multiply-adds it does in a second, for Exact and for Refined with its usual sizes. On an idle machine,
+    please."""
     where = torch.device(device)
     short, long = lengths or LENGTHS.get(where.type, LENGTHS["cpu"])
     entries = []
     for dtype in dtypes:
-        for causal in (False, True):
+        for causal in kinds:
             taken: dict[int, dict[str, float]] = {}
             for n in (short, long):
                 if tick is not None:
-                    tick(f"{dtype}, {'causal, ' if causal else ''}{n} tokens", 4 * len(dtypes))
+                    tick(f"{dtype}, {'causal, ' if causal else ''}{n} tokens", 2 * len(kinds) * len(dtypes))
                 taken[n] = _seconds(n, heads, dim, where, dtype, causal, repetitions)
             passes = {
                 each: {

@@ -130,6 +130,44 @@ def scaling(rows: Sequence[Row]) -> bytes:
         return as_png(figure)
 
 
+def against_length(rows: Sequence[Row], pays_from: int | None) -> bytes:
+    """Seconds of a call, exact and ours, against the length: filled marks were measured, hollow ones predicted; a line
+    where ours begins to pay."""
+    with rules():
+        figure = canvas(6.6, 4.6)
+        axis = figure.subplots()
+        labels = list(dict.fromkeys(row["method"] for row in rows))
+        for label in labels:
+            colour, marker, line = _style(label, labels)
+            mine = [row for row in rows if row["method"] == label]
+            axis.plot([row["n"] for row in mine], [row["seconds"] for row in mine], color=colour, ls=line, lw=1.8)
+            for row in mine:
+                face = colour if row["measured"] else "white"
+                axis.plot(row["n"], row["seconds"], marker, ms=9 if label == PEER else 7, mfc=face, mec=colour)
+        lengths = sorted({row["n"] for row in rows})
+        if pays_from is not None:
+            axis.axvline(pays_from, color="#555555", lw=1.0, ls=":")
+            words = f"pays from {spaced(pays_from)}"
+            past = pays_from > (lengths[0] * lengths[-1]) ** 0.5  # write towards the middle
+            axis.annotate(
+                words, (pays_from, 0.03), xycoords=("data", "axes fraction"), xytext=(-5 if past else 5, 0),
+                textcoords="offset points", ha="right" if past else "left", size=9, color="#555555",
+            )  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="length N (tokens)", ylabel="time of a call (s)")
+        axis.set_xticks(lengths, [spaced(n) for n in lengths], rotation=30)
+        axis.minorticks_off()
+        plain_log_ticks(axis.yaxis)
+        axis.grid(True, which="major")
+        one = rows[0]
+        axis.set_title(f"{one['environment']['hardware']}, {one['dtype']}, {one['pass']}", size=9.5, color="#555555")
+        handles = _handles(labels, "exact (SDPA)")
+        if not all(row["measured"] for row in rows):
+            handles.append(_handle(("#555555", "o"), "hollow: predicted from multiply-adds"))
+            handles[-1].set_markerfacecolor("white")
+        figure.legend(handles=handles, loc="outside lower center")
+        return as_png(figure)
+
+
 def crossing_sentences(rows: Sequence[Row]) -> list[str]:
     """For each pass, in a sentence: from which length a method is ahead of exact attention, and how far off it is."""
     found = []

@@ -120,6 +120,37 @@ def embedded(which: str = "short") -> Sample:
     return load(EMBEDDED["short"]) if which == "short" else _restored(EMBEDDED["long"])
 
 
+def tiled(
+    b: int, h: int, n: int, d: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> Sample:
+    """The long sample in any shape: its rows and heads come again, narrower ones lie along the main directions.
+
+    Rows that come again change no answer of exact attention, and the logits stay as sharp as they were; head dims up to
+    the sample's own, 128.
+    """
+    long = embedded("long")
+    width = long.q.shape[-1]
+    if not 0 < d <= width:
+        raise bad_value(f"a head dim from 1 to the sample's {width}", d, f"{width}")
+    q, k, v = (x[0].to(device) for x in (long.q, long.k, long.v))
+    if d < width:
+        q, k = (x @ _main(q.mT @ q / q.square().sum() + k.mT @ k / k.square().sum(), d) for x in (q, k))
+        q, v = q * (d / width) ** 0.5, v @ _main(v.mT @ v, d)  # the default scale is 1 / sqrt(d)
+    rows, heads = (torch.arange(many, device=q.device) % have for many, have in ((n, q.shape[1]), (h, q.shape[0])))
+
+    def again(x: Tensor) -> Tensor:
+        return x.to(dtype)[heads][:, rows].expand(b, h, n, d).clone()
+
+    source = f"{long.source}; rows and heads come again" + (f"; along {d} main directions" if d < width else "")
+    return Sample(again(q), again(k), again(v), source=source)
+
+
+def _main(form: Tensor, d: int) -> Tensor:
+    """The d main directions of symmetric forms (h x x): (h x d)."""
+    directions: Tensor = torch.linalg.eigh(form.float())[1][..., -d:]
+    return directions
+
+
 def _restored(path: Path) -> Sample:
     """Heads kept as 8-bit ``points`` along a few directions: q, k, v, side by side, are points @ basis + mean."""
     with need("safetensors").safe_open(str(path), framework="pt") as file:

@@ -106,6 +106,15 @@ def once(run: Run, device: str | torch.device = "cpu") -> float:
     return time.perf_counter() - started
 
 
+def once_alone(run: Run, device: str | torch.device = "cpu") -> float:
+    """As ``once``; but on a CPU with one thread by this process's own clock, which other programs cannot stretch."""
+    if torch.device(device).type != "cpu" or torch.get_num_threads() != 1:
+        return once(run, device)
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
 def timed(run: Run, device: str | torch.device = "cpu", *, seconds: float = 0.2) -> Timed:
     """Time a run that has been warmed up, in about 2 × ``seconds`` (more only where a few calls take longer)."""
     eager, turns = _fastest(run, device, seconds)

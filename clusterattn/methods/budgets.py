@@ -61,8 +61,8 @@ class Shape:
 DIFFUSE = 2048  # from so many keys on
 
 SHORT = (
-    (64, 8), (64, 16), (32, 16), (32, 32), (20, 32), (20, 48), (20, 64), (20, 80), (20, 96), (20, 112), (20, 128),
-    (20, 160), (20, 192), (20, 256), (20, 320), (20, 384), (20, 512), (20, 768), (20, 1024),
+    (64, 8), (64, 16), (32, 16), (32, 32), (20, 32), (20, 48), (20, 64), (20, 76), (20, 88), (20, 100), (20, 112),
+    (20, 128), (20, 160), (20, 192), (20, 256), (20, 320), (20, 384), (20, 512), (20, 768), (20, 1024),
 )  # fmt: skip  queries for each cluster, near keys
 LONG = (
     (8, 8, 1), (16, 16, 1), (16, 16, 16), (24, 24, 24), (32, 32, 32), (48, 48, 48), (64, 64, 64), (96, 64, 96),
@@ -70,22 +70,22 @@ LONG = (
     (1024, 256, 512), (1024, 512, 1024), (2048, 512, 1024), (4096, 1024, 2048), (8192, 2048, 4096),
 )  # fmt: skip  clusters, near keys, parts; with parts, the slope
 CAUSAL = (
-    (8, 16), (8, 32), (16, 32), (16, 64), (16, 128), (16, 192), (16, 256), (16, 384), (16, 512), (32, 512), (32, 768),
-    (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
+    (8, 16), (8, 32), (8, 64), (8, 96), (8, 128), (8, 192), (8, 256), (8, 320), (8, 384), (8, 512), (8, 640), (8, 768),
+    (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
 )  # fmt: skip  clusters of a block, near keys
 
 # Length -> the sizes of a method that names no budget, from that length on.
 USUAL_SHORT = {
-    1: (16, 8), 64: (16, 16), 128: (20, 24), 256: (20, 48), 512: (20, 80), 768: (20, 128), 1024: (20, 192),
+    1: (16, 8), 64: (16, 16), 128: (20, 24), 256: (20, 48), 512: (20, 76), 768: (20, 128), 1024: (20, 256),
     1536: (20, 256),
 }  # fmt: skip
-USUAL_LONG = {1: (64, 64, 64), 32768: (256, 64, 128), 131072: (512, 128, 256), 524288: (1024, 256, 512)}
+USUAL_LONG = {1: (64, 64, 64), 32768: (256, 32, 64), 262144: (512, 64, 128), 1048576: (1024, 128, 256)}
 USUAL_CAUSAL = {
-    1: (8, 32), 1024: (16, 32), 2048: (16, 128), 4096: (16, 256), 32768: (16, 512), 131072: (32, 1024),
+    1: (8, 32), 1024: (8, 96), 2048: (8, 192), 4096: (8, 320), 8192: (8, 512), 32768: (8, 1024), 131072: (32, 1024),
 }  # fmt: skip
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
-CROSS_TOP, CROSS_PARTS = 4, 2
+CROSS_TOP, CROSS_PARTS = 16, 8
 CROSS_QUERIES = 8  # keys for each query up to which a call is as long as its keys are many
 
 
@@ -193,18 +193,21 @@ def _rung(numbers: tuple[int, ...], at: Shape) -> Rung:
 def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
     """The rung's sizes where the method has none, and a grouping that fits them."""
     sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
-    # With many queries one more step makes up for far-apart starts, and costs less; and the whole metric costs little.
+    # With many queries random starts do as well as far-apart ones, and cost less; and the whole metric costs little.
     long = not at.causal and at.m >= DIFFUSE
+    heads = at.group if method.share_heads else 1
+    if method.clusters is None:  # as many in all, for the heads that share them
+        sizes["clusters"] *= heads
     if at.causal and method.block is None:
-        sizes["block"] = block(at.n, sizes["clusters"])
+        sizes["block"] = block(at.n, sizes["clusters"] // heads)
     if method.steps is None:
         sample = None  # causal: a block is small
         if not at.causal and at.m < DIFFUSE:
-            sample = max(min(at.n, at.m) // 4, sizes["clusters"])
+            sample = max(min(at.n, at.m) // 2, sizes["clusters"])
         elif not at.causal:
             sample = min(max(16 * max(sizes["clusters"], sizes["parts"]), 256), max(at.n, at.m) // 8)
         rank = min(at.d, 16 if at.causal else max(at.d // 4, 8))  # every block finds its own directions
-        sizes |= {"steps": 3 if long else 2, "sample": method.sample or sample}
+        sizes |= {"steps": 3, "sample": method.sample or sample}
         sizes |= {"rank": method.rank or (at.d if long else rank)} if method.metric == "keys" else {}
     if method.start is None:
         sizes["start"] = "random" if long and method.steps is None else "far"

@@ -42,6 +42,8 @@ class Clustered(Method):
             centroids. None: blocks that grow like sqrt(clusters * n), so that the whole costs n^1.5
         centroids_from: causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
             value-causal)
+        share_heads: query heads that share a key head (grouped heads) share one set of ``clusters``: they see the same
+            keys
     """
 
     name: ClassVar[str] = "clustered"
@@ -57,6 +59,7 @@ class Clustered(Method):
     bias: bool = False
     block: int | None = None
     centroids_from: str = "past"
+    share_heads: bool = False
 
     def __post_init__(self) -> None:
         who = type(self).__name__
@@ -75,22 +78,44 @@ class Clustered(Method):
         return "strict" if self.centroids_from == "past" else "value"
 
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
-        return self if self.block is not None or not causal else replace(self, block=budgets.block(n, self.clusters))
+        if self.block is not None or not causal:
+            return self
+        return replace(self, block=budgets.block(n, self.clusters // self._heads_of_a_set(group)))
 
     # ------------------------------------------------------------------ who is alike
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
         find = self._by_block if call.mask.causal else self._whole
         labels, member_of, clusters = find(q.detach(), k.detach(), call)
-        members = call.ops.members(member_of, clusters, q)
-        means, counts = call.ops.means(q, member_of, clusters, members=members)
+        if clusters == 0:  # a causal call of one block: it attends to itself
+            return Clusters(labels, labels[..., :0], q[:, :, :0], member_of), None
+        rows, of = self._together(q, k), self._together(member_of, k)
+        members = call.ops.members(of, clusters, rows)
+        means, counts = call.ops.means(rows, of, clusters, members=members)
         return Clusters(labels, counts, means, member_of, members), None
 
+    def _together(self, rows: Tensor, k: Tensor) -> Tensor:
+        """Rows (b h n ...) of the heads that share clusters as those of one head, (b hk g*n ...)."""
+        (b, h, n), hk = rows.shape[:3], k.shape[1]
+        return rows.reshape(b, hk, h // hk * n, *rows.shape[3:]) if self.share_heads else rows
+
+    def _in_one(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Call]:
+        """The call with the heads that share clusters as one head: no positions play a part."""
+        rows, queries = self._together(q, k), call.mask.queries
+        many = q.shape[1] // rows.shape[1]
+        if many == 1:
+            return q, call
+        mask = replace(call.mask, n=rows.shape[2], queries=None if queries is None else queries.repeat(1, many))
+        return rows, replace(call, mask=mask)
+
     def _whole(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
+        shape = q.shape[:3]
+        q, call = self._in_one(q, k, call)
         b, h, n, d = q.shape
         valid = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)  # (b 1 n)
         if self.clusters >= n:
             alone = _grouping.ranks(call.mask.query_rows(q).unsqueeze(1)).expand(b, h, n)
+            alone = alone.reshape(shape)
             return alone, alone, n
         where = self._space(q, valid, self._form(k, h, call), call)
         points = where.points(q, call)
@@ -99,6 +124,7 @@ class Clustered(Method):
             labels = torch.where(valid, labels, -1)
             # No more real queries than clusters: each is its own cluster, as it would be without the padding.
             labels = torch.where(valid.sum(-1, keepdim=True) <= self.clusters, _grouping.ranks(valid), labels)
+        labels = labels.reshape(shape)
         return labels, labels, self.clusters
 
     def _form(self, k: Tensor, heads: int, call: Call) -> Tensor | None:
@@ -124,6 +150,10 @@ class Clustered(Method):
         row, mine = at.clamp(max=n - 1), torch.arange(n, device=q.device)
         x = q.index_select(2, row).view(b, h, blocks, self._block, d)
         valid = (call.mask.query_rows(q).index_select(1, row) & (at < n)).view(b, 1, blocks, self._block)
+        many = h // k.shape[1] if self.share_heads else 1
+        if many > 1:  # a block has the queries of all its heads
+            x = x.unflatten(1, (h // many, many)).transpose(2, 3).flatten(3, 4)
+            valid = valid.repeat(1, 1, 1, many)
         past = self.centroids_from == "past"
         source = slice(0, blocks - 1) if past else slice(1, blocks)
         form = None
@@ -131,7 +161,7 @@ class Clustered(Method):
             absent = max(-call.mask.offset, 0)  # with fewer keys than queries the first positions have no key
             keys, real = F.pad(k, (0, 0, absent, 0)), F.pad(call.mask.key_rows(q), (absent, 0))
             first = call.mask.offset + absent + self._block
-            form = _grouping.prefix_covariances(keys, real, h, first, self._block, blocks - 1)
+            form = _grouping.prefix_covariances(keys, real, h // many, first, self._block, blocks - 1)
         where = self._space(x[:, :, source], valid[:, :, source], form, call)
         points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
         centres = self._centres(points, valid[:, :, source], where, call)
@@ -140,11 +170,12 @@ class Clustered(Method):
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
+            labels = labels.unflatten(3, (many, self._block)).transpose(2, 3).flatten(1, 2)
             return F.pad(labels, (0, 0, before, after), value=-1).flatten(2).index_select(2, mine)
 
         members = call.ops.nearest(points, centres)
-        if not past and clusters >= self._block:
-            members = _grouping.ranks(valid[:, :, source]).expand(b, h, -1, -1)
+        if not past and clusters >= x.shape[3]:
+            members = _grouping.ranks(valid[:, :, source]).expand(b, h // many, -1, -1)
         made = numbered(members, valid[:, :, source], 0 if past else 1, 1 if past else 0)
         if not past:
             return made, made, (blocks - 1) * clusters
@@ -166,18 +197,20 @@ class Clustered(Method):
         if groups.counts.shape[-1] == 0:
             return own_block(q, k, v, self.block or q.shape[2], call)
         means, clusters, members = groups.means, groups.counts.shape[-1], groups.members
+        rows, labels = self._together(q, k), self._together(groups.labels, k)
         if not call.fresh:
-            members = call.ops.members(groups.member_of, clusters, q)
-            means, _ = call.ops.means(q, groups.member_of, clusters, members=members)
+            of = self._together(groups.member_of, k)
+            members = call.ops.members(of, clusters, rows)
+            means, _ = call.ops.means(rows, of, clusters, members=members)
+        if call.mask.causal and self.centroids_from == "past":
+            members = call.ops.members(labels, clusters, rows)  # those who listen are not those who formed the centroid
+        groups = replace(groups, labels=labels, means=means, members=members)
         if not call.mask.causal:
-            return self._answer(q, k, v, replace(groups, means=means, members=members), call, (0, 0, 0))
-        if self.centroids_from == "past":  # those who listen to a centroid are not those who formed it
-            members = call.ops.members(groups.labels, clusters, q)
+            return _apart(self._answer(rows, k, v, groups, call, (0, 0, 0)), q)
         blocks = (q.shape[2] + self._block - 1) // self._block
         reach = (means.shape[2] // (blocks - 1), call.mask.offset + self._block, self._block)
-        groups = replace(groups, means=means, members=members)
-        before = self._answer(q, k, v, groups, replace(call, lse=True), reach)
-        return merge(own_block(q, k, v, self._block, call), before)
+        before = self._answer(rows, k, v, groups, replace(call, lse=True), reach)
+        return merge(own_block(q, k, v, self._block, call), _apart(before, q))
 
     def _answer(
         self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
@@ -200,10 +233,16 @@ class Clustered(Method):
         if n < 1 or m < 1:
             return 0
         filled = self.at(n, m, d, e, causal=causal, group=group)
-        attending = filled._attending_cost(n, min(filled.clusters, n), m, d, e)
+        many = filled._heads_of_a_set(group)
         if causal:
-            attending = filled._causal_attending_cost(n, m, d, e)
+            attending = filled._causal_attending_cost(n, m, d, e, many)
+        else:
+            attending = filled._attending_cost(n * many, min(filled.clusters, n * many), m, d, e) // many
         return filled.grouping_cost(n, m, d, e, causal=causal, group=group) + attending
+
+    def _heads_of_a_set(self, group: int) -> int:
+        """Query heads that share one set of clusters."""
+        return group if self.share_heads else 1
 
     def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         """The part of ``cost`` that finds out who is alike, all sizes being given. What is done once for a key head is
@@ -219,10 +258,11 @@ class Clustered(Method):
         """
         if causal:
             return self._causal_grouping_cost(n, m, d, group)
-        if self.clusters >= n:
+        many = self._heads_of_a_set(group)
+        if self.clusters >= n * many:
             return 0
         metric = min(self.sample or m, m) * d * d // group if self.metric == "keys" else 0
-        return metric + self._kmeans_cost(n, d) + n * self.clusters * self.width(d) + n * d
+        return metric + self._kmeans_cost(n * many, d) // many + n * self.clusters * self.width(d) + n * d
 
     def _kmeans_cost(self, n: int, d: int) -> int:
         """Points, starts and centres, from n queries; assigning them comes after."""
@@ -256,25 +296,27 @@ class Clustered(Method):
         """n queries in c clusters over m keys."""
         return c * m * (d + e)
 
-    def _causal_attending_cost(self, n: int, m: int, d: int, e: int) -> int:
+    def _causal_attending_cost(self, n: int, m: int, d: int, e: int, many: int) -> int:
         """A block attends to itself in full and to all keys before it by centroids; the first one to its whole past."""
         total = min(n, self._block) * max(m - n, 0) * (d + e)
         for start in range(0, n, self._block):
             size, keys = min(self._block, n - start), m - n + start
             total += size * size * (d + e)
             if start and keys > 0:
-                total += self._attending_cost(size, min(self.clusters, self._block), keys, d, e)
+                clusters = min(self.clusters, self._block * many)
+                total += self._attending_cost(size * many, clusters, keys, d, e) // many
         return total
 
     def _causal_grouping_cost(self, n: int, m: int, d: int, group: int) -> int:
         """The covariance of the keys before a block continues that of the block before: each key enters it once."""
         block, w, past = self._block, self.width(d), self.centroids_from == "past"
-        c, total = min(self.clusters, block), 0
+        many = self._heads_of_a_set(group)
+        c, total = min(self.clusters, block * many), 0
         for start in range(block, n, block):
             size = min(block, n - start)
             if m - n + start < 1:
                 continue
-            total += self._kmeans_cost(block if past else size, d) + size * (c * w + d)
+            total += self._kmeans_cost((block if past else size) * many, d) // many + size * (c * w + d)
             if past:  # those who formed the centroids are assigned as well as those who listen
                 total += block * c * w + self._points_cost(size, d)
         if self.metric == "keys" and n > block:
@@ -302,3 +344,8 @@ def own_block(q: Tensor, k: Tensor, v: Tensor, block: int, call: Call) -> Attend
     before = torch.arange(call.mask.offset, device=q.device).expand(b, h, 1, -1)
     past = call.ops.bucketed(q, k, v, Buckets(queries[:1].expand(b, h, -1, -1), before), call.mask, call.scale)
     return merge(mine, past)
+
+
+def _apart(answer: Attended, q: Tensor) -> Attended:
+    """What heads that share clusters answered as one, head by head (b h n ...)."""
+    return Attended(answer.out.reshape(*q.shape[:3], answer.out.shape[-1]), answer.lse.reshape(q.shape[:3]))

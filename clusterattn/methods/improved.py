@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
-from ..ops._chunks import wide
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
@@ -74,7 +72,9 @@ class Improved(Clustered):
             raise bad_value("the values as well: keys are grouped beside them", "v=None", "ca.groups(q, k, v, ...)")
         count, v = self.parts, call.values
         steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
-        made = _grouping.parts(q.detach(), k.detach(), v, clusters, count, steps, self.start, sample, call)
+        rows, call = self._in_one(q.detach(), k, call)
+        shared = replace(clusters, labels=self._together(clusters.labels, k))
+        made = _grouping.parts(rows, k.detach(), v, shared, count, steps, self.start, sample, call)
         return replace(clusters, parts=made), None
 
     def _answer(
@@ -84,22 +84,14 @@ class Improved(Clustered):
             q, groups.means, k, v, groups.labels, call.mask, call.scale,
             top=self.top, mass=self.mass, detach_mass=self.detach_mass,
             parts=groups.parts if call.fresh or groups.parts is None else self._sorted(groups.parts, k, call),
-            shares=self._shares(groups, reach[0]) if self.slope else None, blocks=reach, members=groups.members,
+            shares=call.ops.shares(groups.counts, reach[0], q) if self.slope else None, blocks=reach,
+            members=groups.members,
         )  # fmt: skip
         return answer
 
     def _sorted(self, parts: Parts, k: Tensor, call: Call) -> Parts:
         """Parts from a caller, who may have moved them: sorted anew where kernels read them so."""
         return replace(parts, members=call.ops.members(parts.labels, parts.count, k))
-
-    def _shares(self, groups: Clusters, per: int) -> Tensor:
-        """Each cluster's share of the queries, of its own block in a causal call."""
-        counts = groups.counts.to(wide(groups.means).dtype)
-        per = per or counts.shape[-1]
-        by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
-        few = by_block[..., :SLOPE_CLUSTERS]
-        few = few / few.sum(-1, keepdim=True).clamp(min=1)
-        return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
         parts, tangent = min(self.parts, m), self.mass == "tangent"

@@ -37,7 +37,8 @@ class Refined(Improved):
     Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)`` and
     methods/budgets.py; ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included
     (0.05: five per cent). ``steps``, ``sample`` and ``rank``, the effort of the grouping, are chosen together: with
-    steps given, the other two mean all when left out.
+    steps given, the other two mean all when left out. With ``share_heads`` clusters that are left out are as many in
+    all as without.
     """
 
     name: ClassVar[str] = "refined"

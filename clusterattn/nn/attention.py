@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._attention import attention
 from .._errors import bad_type, bad_value, check_whole
@@ -55,6 +57,9 @@ class MultiheadAttention(nn.Module):
             replays of a CUDA graph
         exact_below: shorter sequences (of queries or of keys) are answered exactly
         exact_if_needed: so are calls that the method cannot honour, with one sentence in the log; else they are refused
+        parallel: a process group or a DeviceMesh of one dimension: what comes in is this rank's share of the sequence,
+            and attention is over the tokens of all ranks (``ca.parallel.attention``). Nothing falls back to exact
+            attention then: it would see the share alone
         device: where the weights are made
         dtype: of the weights
         **torchs: torch's words are answered with ours, in an error
@@ -90,6 +95,7 @@ class MultiheadAttention(nn.Module):
         seed: int | Tensor = 0,
         exact_below: int = 0,
         exact_if_needed: bool = False,
+        parallel: ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **torchs: Any,
@@ -98,7 +104,13 @@ class MultiheadAttention(nn.Module):
         for word in torchs:
             raise bad_type("our words for MultiheadAttention", f"{word}=", WORDS.get(word, "one of its arguments"))
         check_exact_below(exact_below)
-        self.exact_below, self.exact_if_needed = exact_below, exact_if_needed
+        self.exact_below, self.exact_if_needed, self.parallel = exact_below, exact_if_needed, parallel
+        if parallel is not None and exact_below:
+            raise bad_value(
+                "exact_below=0 over many ranks, which attend exactly to nothing but their own share",
+                f"exact_below={exact_below}",
+                "leaving it out",
+            )
         kv_heads = heads if kv_heads is None else kv_heads
         check_whole("MultiheadAttention", embed_dim=embed_dim, heads=heads, kv_heads=kv_heads)
         if embed_dim % heads or heads % kv_heads:
@@ -247,7 +259,7 @@ class MultiheadAttention(nn.Module):
             reason = "the mask says more than causality and padding"
         elif causal and self.method.causality == "no":
             reason = f"{kind} cannot be causal"
-        if not reason or not self.exact_if_needed:
+        if not reason or not self.exact_if_needed or self.parallel is not None:
             return self.method
         log_once("MultiheadAttention", reason)
         return Exact()
@@ -278,7 +290,7 @@ class MultiheadAttention(nn.Module):
         memory = self.memory if isinstance(method, Routing) else None
         if memory is not None:
             options |= {"state": memory.recall(), "return_state": self.training}
-        answer = attention(q, k, v, method=method, seed=self.seed, **options)
+        answer = self._answer(q, k, v, method, options)
         out, state = answer if options.get("return_state") else (answer, None)
         if memory is not None:
             memory.learn(state)
@@ -286,6 +298,20 @@ class MultiheadAttention(nn.Module):
         if need_weights:
             out, applied = out[..., : self.head_dim], out[..., self.head_dim :]
         return self.dropout(self.out_proj(out.transpose(1, 2).flatten(2))), applied, state
+
+    def _answer(self, q: Tensor, k: Tensor, v: Tensor, method: Method, options: dict[str, Any]) -> Any:
+        if self.parallel is None:
+            return attention(q, k, v, method=method, seed=self.seed, **options)
+        from .. import parallel
+
+        plain = {name: options.pop(name, None) for name in ("key_mask", "query_mask")}
+        causal = bool(options.pop("causal", False))
+        other = [name for name, given in options.items() if given is not None]
+        if other or v.shape[-1] != self.head_dim:
+            got = other[0] if other else "need_weights=True"
+            raise bad_value("attention over many ranks with masks of padding alone", got, "parallel=None")
+        seed = self.seed  # a tensor is refused there, in words
+        return parallel.attention(q, k, v, method=method, group=self.parallel, causal=causal, seed=seed, **plain)
 
     def _split(self, x: Tensor) -> Tensor:
         """(b n heads·d) -> (b heads n d)"""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import bad_type, bad_value
 from .._plan import LayerPlan, Plan, choose
@@ -17,13 +19,21 @@ HOST = "torch"  # in plans
 CROSS = re.compile(r"multihead_attn$|cross|enc_?dec|encoder_attn", re.IGNORECASE)  # the first is torch's decoder layer
 
 
-def swap(module: nn.Module, method: MethodSpec | Plan, *, exact_below: int | None = None) -> Report:
+def swap(
+    module: nn.Module,
+    method: MethodSpec | Plan,
+    *,
+    exact_below: int | None = None,
+    parallel: ProcessGroup | DeviceMesh | None = None,
+) -> Report:
     """Put ``ca.nn.MultiheadAttention`` with the same weights wherever ``nn.MultiheadAttention`` stands in a module.
 
     Args:
         module: anything with ``nn.MultiheadAttention`` inside
         method: one for all, or a plan that names layers as ``module.named_modules()`` does; others stay torch's
         exact_below: shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
+        parallel: a process group or a DeviceMesh of one dimension whose ranks each hold a share of the sequence:
+            attention goes over all of it (``ca.parallel``), and a layer that cannot is refused
 
     The weights are copied: swap before an optimizer takes hold of them. Checkpoints of the unswapped module still load.
     Calls that a method cannot honour (other masks than causal and padding ones) are answered exactly, and said once in
@@ -47,8 +57,10 @@ def swap(module: nn.Module, method: MethodSpec | Plan, *, exact_below: int | Non
         given = chosen.layers.get(name, Exact())
         cross = bool(CROSS.search(name))
         reason = chosen.why_exact(name, cross) or _why_not(name, old, given, cross)
+        if reason and parallel is not None:
+            raise bad_value("layers that can all attend over many ranks", f"{name}: {reason}", "parallel=None")
         rows.append(LayerRow(name, "exact" if reason else text(given), reason))
-        made.setdefault(id(old), _plain(old) if reason else _swapped(old, given, below))
+        made.setdefault(id(old), _plain(old) if reason else _swapped(old, given, below, parallel))
     for name, old in places.items():  # from here on nothing can fail
         module.set_submodule(name, made[id(old)])
     return Report(tuple(rows), below)
@@ -83,11 +95,15 @@ def _plain(each: nn.Module) -> nn.Module:
     return each.to_torch() if isinstance(each, MultiheadAttention) else each
 
 
-def _swapped(old: nn.Module, method: LayerPlan, exact_below: int) -> nn.Module:
+def _swapped(
+    old: nn.Module, method: LayerPlan, exact_below: int, parallel: ProcessGroup | DeviceMesh | None
+) -> nn.Module:
     assert isinstance(method, Method)
     plain = _plain(old)
     assert isinstance(plain, nn.MultiheadAttention)
-    return MultiheadAttention.from_torch(plain, method, exact_below=exact_below, exact_if_needed=True)
+    return MultiheadAttention.from_torch(
+        plain, method, exact_below=exact_below, exact_if_needed=True, parallel=parallel
+    )
 
 
 def _why_not(name: str, old: nn.Module, method: LayerPlan, cross: bool) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "rows", "tl", "triton",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "registers", "rows", "tl",
+    "triton",
     "why_no_kernels",
 ]  # fmt: skip
 
@@ -55,11 +56,19 @@ def power(x: int, least: int = 16) -> int:
     return max(least, 1 << (max(int(x), 1) - 1).bit_length())
 
 
+def registers(k: Tensor, v: Tensor) -> dict[str, int]:
+    """A limit for kernels that wait for memory most of the time: three programs of four warps on a multiprocessor wait
+    side by side, where the compiler would make room for two."""
+    narrow = max(k.shape[-1], v.shape[-1]) <= 64 and k.element_size() == 2
+    return {"maxnreg": 168} if narrow and k.is_cuda else {}
+
+
 def rows(x: Tensor) -> Tensor:
     """Kernels take any strides but the last dimension's, which must be 1."""
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def precision(x: Tensor) -> str:
-    """fp32 inputs are multiplied as fp32, not as tf32."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+    """fp32 inputs are multiplied as fp32: by three products of tf32, on tensor cores. The compiler would write a product
+    of fp32 out, number by number: minutes for a kernel, and slow ones."""
+    return "tf32x3" if x.dtype == torch.float32 else "tf32"

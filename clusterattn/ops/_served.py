@@ -68,6 +68,7 @@ BY_TORCH = Backend(
         "nearest": Served(_can, _late("kmeans.reference.nearest")),
         "lloyd": Served(_can, _late("kmeans.reference.lloyd")),
         "means": Served(_can, _late("kmeans.reference.means")),
+        "shares": Served(_can, _late("coarse.reference.shares")),
     },
 )
 
@@ -157,6 +158,7 @@ TRITON = Backend(
             why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")
         ),
         "coarse": Served(_why_not_coarse, _late("coarse.served.forward"), _late("coarse.served.backward")),
+        "shares": Served(_why_not_points, _late("coarse.slope.shares")),
         "near_and_far": Served(_why_not_near_and_far, _late("fine.served.forward"), _late("fine.served.backward")),
         "beside": Served(_why_not_beside, _late("beside.kernels.beside")),
         "bucketed": Served(

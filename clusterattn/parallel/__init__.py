@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from ._attention import attention
 from ._collectives import Traffic
+from ._exact import few_exactly
 
-__all__ = ["Traffic", "attention"]
+__all__ = ["Traffic", "attention", "few_exactly"]

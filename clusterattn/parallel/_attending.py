@@ -16,6 +16,7 @@ from ..methods.clustered import Clustered
 from ..methods.improved import Improved
 from ..ops._chunks import budget, spans, wide
 from ..ops.coarse import SLOPE_CLUSTERS, Coarse
+from ..ops.coarse import shares as shares_of
 from ..ops.fine import fine
 from ..ops.merge import NEVER
 from ..ops.rows import broadcast, take
@@ -37,7 +38,7 @@ def attend(
         lse = broadcast(level - (wide(c) * key).sum(-1) * call.scale, groups.labels)
         lse = torch.where(groups.labels < 0, NEVER, lse)
         return Attended(answer, lse + (wide(q) * broadcast(key, groups.labels)).sum(-1) * call.scale)
-    shares = method._shares(groups, 0) if method.slope else None
+    shares = shares_of(groups.counts, 0, groups.means) if method.slope else None
     tangent = method.mass == "tangent"
     found, near_keys, near_values = coarse(c, k, v, groups, min(method.top, keys), tangent, shares, ranks, call)
     return fine(q, c, near_keys, near_values, groups.labels, found, call.scale, method.mass, method.detach_mass)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._attention import FLOATS, _call, _cast, _finish, _nothing, _pack, _wipe
 from .._errors import bad_type, bad_value
 from .._types import Call, Mask
-from ..methods import MethodSpec
+from ..methods import Auto, MethodSpec, Refined
 from ..methods import method as as_method
 from ..methods.clustered import Clustered
 from ..methods.improved import Improved
 from . import _attending, _grouping
 from ._collectives import Ranks, Traffic
-from ._share import Share
+from ._share import Share, at_least_one
 
 # What all ranks must agree in, in the order in which it travels.
 AGREED = (
     "method", "batch", "query heads", "key heads", "d", "e", "dtype", "scale", "seed", "return_lse",
-    "which of q, k and v want gradients", "backend",
+    "which of q, k and v want gradients", "backend", "number of streams",
 )  # fmt: skip
 
 
@@ -44,6 +45,8 @@ def attention(
     seed: int | Tensor = 0,
     backend: str = "auto",
     return_lse: bool = False,
+    query_streams: Sequence[int] | None = None,
+    key_streams: Sequence[int] | None = None,
     check: bool = True,
     traffic: Traffic | None = None,
 ) -> Any:
@@ -57,7 +60,8 @@ def attention(
         q: this rank's queries (b h n d)
         k: this rank's keys (b hk m d)
         v: this rank's values (b hk m e)
-        method: Clustered, Improved or Refined: the methods whose traffic does not grow with the length
+        method: Clustered, Improved or Refined: the methods whose traffic does not grow with the length. "auto" is
+            Refined here
         group: a process group, or a DeviceMesh of one dimension; all ranks when left out
         key_mask: bool (b m), query_mask bool (b n), of this rank's share: True = a real token
         query_mask: bool (b n) of this rank's share, True = a real query
@@ -66,6 +70,12 @@ def attention(
         seed: as in ``ca.attention``, the same on every rank; seed a whole number
         backend: as in ``ca.attention``, the same on every rank; seed a whole number
         return_lse: as in ``ca.attention``, the same on every rank; seed a whole number
+        query_streams: lengths of the streams that this share is made of, where the whole sequence is the first stream
+            of every rank, then the second of every rank, ... (text and image of a joint model). None: one stream,
+            shares follow one another
+        key_streams: lengths of the streams that this share is made of, where the whole sequence is the first stream of
+            every rank, then the second of every rank, ... (text and image of a joint model). None: one stream, shares
+            follow one another
         check: compare method, shapes and dtype over the ranks first: one more message of a few numbers
         traffic: a ``Traffic`` that counts what this rank sends, forward and backward
 
@@ -85,12 +95,14 @@ def attention(
         _call(recipe, q, k, v, key_mask, None, query_mask, False, scale, None, seed, backend, None), lse=return_lse
     )
     if check:
-        _agree(_fingerprint(recipe, q, k, v, call, backend), ranks, q.device)
+        streams = len(query_streams or (0,)) << 16 | len(key_streams or (0,))
+        _agree([*_fingerprint(recipe, q, k, v, call, backend), streams], ranks, q.device)
     lengths = q.shape[2], k.shape[2]
-    q, queries_mask = _at_least_one(q, query_mask)
-    k, keys_mask = _at_least_one(k, key_mask)
-    v, _ = _at_least_one(v, key_mask)
-    queries, keys = _shares(q, k, lengths, queries_mask, keys_mask, ranks)
+    streams_of = _streams("query_streams", query_streams, lengths[0]), _streams("key_streams", key_streams, lengths[1])
+    q, queries_mask = at_least_one(q, query_mask)
+    k, keys_mask = at_least_one(k, key_mask)
+    v, _ = at_least_one(v, key_mask)
+    queries, keys = _shares(q, k, lengths, queries_mask, keys_mask, streams_of, ranks)
     recipe = recipe.at(queries.length, keys.length, q.shape[3], v.shape[3], group=q.shape[1] // k.shape[1])
     wanted = lengths[0]
     if q.shape[0] == 0 or queries.length == 0 or keys.length == 0:
@@ -109,12 +121,16 @@ def attention(
 
 def _recipe(method: MethodSpec) -> Clustered:
     recipe = as_method(method)
+    if isinstance(recipe, Auto):  # exact attention would send every key past every rank
+        return Refined(budget=recipe.budget)
     if not isinstance(recipe, Clustered):
         raise bad_value(
             "a method of the clustered family, whose traffic does not grow with the length",
             type(recipe).__name__,
             'method="refined", "improved" or "clustered"',
         )
+    if recipe.share_heads:
+        raise bad_value("share_heads=False over ranks", f"{recipe}", "share_heads=False, or ca.attention")
     return recipe
 
 
@@ -131,34 +147,48 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 # ---------------------------------------------------------------------------------------------------- who holds what
 
 
-def _at_least_one(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A rank without tokens holds one that is not real: it has to take part in every sum."""
-    if x.shape[2]:
-        return x, mask
-    return F.pad(x, (0, 0, 0, 1)), torch.zeros(x.shape[0], 1, dtype=torch.bool, device=x.device)
+def _streams(name: str, given: Sequence[int] | None, length: int) -> list[int]:
+    if given is None:
+        return [max(length, 1)]  # a share without tokens holds one that is not real
+    found = list(given)
+    if not found or min(found) < 0 or sum(found) != length:
+        raise bad_value(f"{name}: lengths that add up to the share's {length} tokens", found, f"{name}=[{length}]")
+    return found if length else [1, *found[1:]]
 
 
 def _shares(
-    q: Tensor, k: Tensor, lengths: tuple[int, int], query_mask: Tensor | None, key_mask: Tensor | None, ranks: Ranks
-) -> tuple[Share, Share]:
+    q: Tensor, k: Tensor, lengths: tuple[int, int], query_mask: Tensor | None, key_mask: Tensor | None,
+    streams: tuple[list[int], list[int]], ranks: Ranks,
+) -> tuple[Share, Share]:  # fmt: skip
     """The queries and the keys of this rank among all; lengths are those that came. Queries that no real key of any
     rank answers ask nothing."""
     valid = [
         torch.ones(x.shape[0], x.shape[2], dtype=torch.bool, device=x.device) if mask is None else mask
         for x, mask in ((q, query_mask), (k, key_mask))
     ]
-    here = torch.cat([*(each.sum(-1) for each in valid), torch.tensor(lengths, device=q.device)])
+    counts = [
+        torch.stack([part.sum(-1) for part in torch.split(each, sizes, -1)])  # (streams b)
+        for each, sizes in zip(valid, streams, strict=True)
+    ]
+    here = torch.cat([*(each.flatten() for each in counts), torch.tensor(lengths, device=q.device)])
     table, b = ranks.gather(here, "lengths").cpu(), q.shape[0]
-    asked, seen = table[:, :b], table[:, b : 2 * b]
-    asked = asked * (seen.sum(0) > 0)
-    valid[0] = valid[0] & (seen.sum(0) > 0).to(q.device).unsqueeze(-1)
-    whole = table[:, 2 * b :].sum(0).tolist()
+    whole = table[:, -2:].sum(0).tolist()
+    cut = b * len(streams[0])
+    asked = table[:, :cut].view(len(table), len(streams[0]), b)  # (ranks streams b)
+    seen = table[:, cut:-2].view(len(table), len(streams[1]), b)
+    any_seen = seen.sum((0, 1)) > 0
+    asked, valid[0] = asked * any_seen, valid[0] & any_seen.to(q.device).unsqueeze(-1)
 
-    def share(each: Tensor, counts: Tensor, length: int) -> Share:
-        before = counts[: ranks.mine].sum(0).to(q.device).unsqueeze(-1)
-        return Share(each, length, before, tuple(counts.sum(0).tolist()), ranks)
+    def share(each: Tensor, parts: list[int], table: Tensor, length: int) -> Share:
+        earlier = F.pad(table.sum(0).cumsum(0)[:-1], (0, 0, 1, 0))  # (streams b): all of the streams before
+        before = (earlier + table[: ranks.mine].sum(0)).to(each.device).unsqueeze(-1)
+        # padding repeats the number before it, so that numbers rise; before the first, that of no token
+        each_stream = zip(torch.split(each, parts, -1), before, strict=True)
+        numbers = torch.cat([start + part.cumsum(-1) - 1 for part, start in each_stream], -1)
+        numbers = torch.where(each, numbers, -1).cummax(-1).values
+        return Share(each, length, numbers, tuple(table.sum((0, 1)).tolist()), ranks)
 
-    return share(valid[0], asked, whole[0]), share(valid[1], seen, whole[1])
+    return share(valid[0], streams[0], asked, whole[0]), share(valid[1], streams[1], seen, whole[1])
 
 
 def _fingerprint(recipe: Clustered, q: Tensor, k: Tensor, v: Tensor, call: Call, backend: str) -> list[int]:

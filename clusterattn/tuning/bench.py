@@ -70,17 +70,16 @@ def _last(out: Any) -> Tensor:
 
 
 def usual_candidates(shape: costs.Shape, strict: bool = True) -> list[Method]:
-    """Refined from few clusters and keys to many, with one far part and at several budgets with the usual ones, and
-    Local. Random starts pay on short sequences, where picking starts far apart costs as much as the grouping, and far
-    ones on long sequences; causal layers work by blocks of positions."""
+    """Refined from few clusters and keys to many, grouped as it groups by itself, with one far part and at several
+    budgets with the usual ones; and Local. Causal layers work by blocks of positions."""
     n, m = shape.n, shape.m
     near = [top for top in (16, 32, 64, 128, 192, 256, 384) if top <= max(m // 2, 16)]
     found: list[Method] = [Local(window=window) for window in near if n == m and window < m]
     if shape.causal:
         source = "past" if strict else "block"
         return found + [
-            Refined(
-                clusters=c, top=t, parts=1, slope=False, block=block, steps=2, start="random", centroids_from=source
+            Refined(clusters=c, top=t, parts=1, slope=False, block=block, centroids_from=source).at(
+                n, m, shape.d, shape.e, causal=True, group=shape.group
             )
             for block in (128, 256)
             for c in (8, 16, 32, 64)
@@ -90,11 +89,10 @@ def usual_candidates(shape: costs.Shape, strict: bool = True) -> list[Method]:
     few, many = max(8, min(n // 64, 16)), max(16, min(n // 10, 400))
     clusters = sorted({round(few * (many / few) ** (i / 4)) for i in range(5)})
     budgets = [Refined(budget=share).at(n, m, shape.d, shape.e, group=shape.group) for share in BUDGETS]
-    return [*found, *dict.fromkeys(budgets)] + [
-        Refined(clusters=c, top=t, parts=1, slope=False, steps=steps, start=start)
-        for c in clusters
-        for t in near
-        for steps, start in ((2, "random"), (3, "far"))
+    sized = [Refined(clusters=c, top=t, parts=1, slope=False) for c in clusters for t in near]
+    return [
+        *found,
+        *dict.fromkeys([*budgets, *(each.at(n, m, shape.d, shape.e, group=shape.group) for each in sized)]),
     ]
 
 
@@ -149,6 +147,11 @@ class Layer:
     size: list[float] = field(default_factory=list)  # head: squared size of the exact answer
     cost: list[float] = field(default_factory=list)  # candidate: cost of one head
     gain: float = 1.0  # squared error at the output for each unit of squared miss
+
+    @property
+    def kind(self) -> str:
+        """Of its calls: tokens that look at each other, or at those of another sequence."""
+        return "cross" if any(shape.n != shape.m for shape in self.shapes) else "self"
 
     @property
     def exact_cost(self) -> float:

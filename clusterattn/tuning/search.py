@@ -189,13 +189,12 @@ class Search:
     def _prepare(self, layer: Layer) -> bool:
         """Candidates for the layer's lengths that can serve it and cost less than exact attention."""
         longest = max(layer.shapes, key=lambda shape: shape.n * shape.m)
-        crosses = any(shape.n != shape.m for shape in layer.shapes)
         exact = costs.of_layer(Exact(), 1, layer.shapes)
         layer.candidates = [
             each
             for each in (usual_candidates(longest, self.strict) if self.given is None else _fitted(self.given, longest))
             if not isinstance(each, Exact)
-            and not (each.self_only and crosses)
+            and not (each.self_only and layer.kind == "cross")
             and not (longest.causal and each.causality in (("no", "value") if self.strict else ("no",)))
             and (self.bench.cost == "time" or costs.of_layer(each, 1, layer.shapes) < exact)
         ]
@@ -317,7 +316,8 @@ class Search:
             given = choice.get(layer_name, Exact())
             share = self._layer_cost(layer, given) / layer.exact_cost if layer else 1.0
             own = math.sqrt(self._missed(layer, given) / max(sum(layer.size), 1e-300)) if layer else 0.0
-            rows.append({"layer": layer_name, "method": text(given), "cost_share": share, "error": own})
+            kind = layer.kind if layer else ""
+            rows.append({"layer": layer_name, "kind": kind, "method": text(given), "cost_share": share, "error": own})
         whole = sum(layer.exact_cost for layer in self.layers.values())
         note = {
             "model": name,

@@ -20,7 +20,8 @@ READINGS: dict[str, dict[str, Any]] = {
     "clusterformer-off": _HEAD | {"mu": 0.0, "nu": 0.0},
     "clusterformer-task": _HEAD | {"affinity": 8.0, "sharpness": 5.0},
 }
-CHOSEN = "clusterformer-head"
+CHOSEN = "clusterformer-head"  # the nearest to the paper that does not collapse
+TASK = "clusterformer-task"  # the best on the copy task, and not in the paper: shown beside it
 NEW = tuple(label for label in READINGS if label != PAPERS)
 SAYS = {
     PAPERS: "ClusterFormer, one grouping for all heads",

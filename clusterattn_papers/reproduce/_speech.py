@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from ..models import attending_with
 from ..models.speech import SpeechEncoder
 from ..tasks import Batch, batches
 from ..tasks.speech import Recording, Speech, joined, mistakes
-from ..train import Settings, fit
+from ..train import Fitted, Settings, fit
+from ..train.checkpoint import weights, write
 from ..train.loop import moved
 from ._experiment import Cell, Context, Experiment, pinned
 from ._pace import casting, forward_backward, measured
@@ -128,7 +130,7 @@ PAPER = SpeechConfig(
 )
 SMOKE = SpeechConfig(
     data=None,
-    also=(("full", 2),),
+    also=(("full", 2), ("improved-100", 2), ("improved-200", 2)),
     seeds=(0,),
     frames=40,
     joinings=1,
@@ -146,6 +148,25 @@ SMOKE = SpeechConfig(
 )
 
 
+@dataclass(frozen=True)
+class FromFewer:
+    """Models with more than ``clusters`` clusters are fine-tuned from the one that has so many (the paper's C.3.1)."""
+
+    epochs: int
+    lr: float
+    clusters: int = 100
+
+    def start(self, name: str) -> str | None:
+        """improved-100 for improved-200; None for what is trained from scratch."""
+        kind, _, number = name.partition("-")
+        more = kind in ("clustered", "improved", "refined") and int(number) > self.clusters
+        return f"{kind}-{self.clusters}" if more else None
+
+
+# Which scales do so. Not in the configuration, as above: at `small` all are trained from scratch.
+FINE_TUNED: dict[SpeechConfig, FromFewer] = {PAPER: FromFewer(15, 1e-5), SMOKE: FromFewer(1, 1e-4)}
+
+
 def task_of(config: SpeechConfig, context: Context, seed: int) -> Speech:
     if config.data is None:
         return invented(config.frames, config.joinings, seed)
@@ -156,22 +177,30 @@ def task_of(config: SpeechConfig, context: Context, seed: int) -> Speech:
     return Speech.read(context.folder(config.data))  # a user's own .wav and .txt
 
 
-def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
+def invented_recordings() -> list[Recording]:
     """Three phones, each a direction in feature space held for six frames, then two of silence."""
     dice = torch.Generator().manual_seed(0)
     phones = [torch.randint(3, (2,), generator=dice) for _ in range(24)]
     held = torch.tensor([1.0] * 6 + [0.0] * 2).repeat(2).unsqueeze(1)
     heard = [torch.eye(5)[each].repeat_interleave(8, 0) * held for each in phones]
-    spoken = [
+    return [
         Recording(sound + 0.1 * torch.randn(16, 5, generator=dice), each)
         for sound, each in zip(heard, phones, strict=True)
     ]
+
+
+INVENTED_PHONES = ["AA", "IY", "UW"]
+
+
+def invented(frames: int, joinings: int, seed: int = 0) -> Speech:
+    """Speech made up in code."""
+    spoken = invented_recordings()
     splits: dict[str, Sequence[Recording]] = {
         "train": joined(spoken[:16], frames, joinings, seed),
         "dev": joined(spoken[16:20], frames, 1, 0),
         "test": joined(spoken[20:], frames, 1, 0),
     }
-    return Speech(splits, ["AA", "IY", "UW"], features=5, length=frames)
+    return Speech(splits, INVENTED_PHONES, features=5, length=frames)
 
 
 class Trained(Experiment):
@@ -203,6 +232,9 @@ class Trained(Experiment):
                 for name, layers in paces
             ),
         ]
+
+    def task(self, cell: Cell, config: SpeechConfig, context: Context) -> Speech:
+        return task_of(config, context, cell.settings["seed"])
 
     def run(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         return self._pace(cell, config, context) if "pace" in cell.settings else self._train(cell, config, context)
@@ -252,7 +284,29 @@ class Trained(Experiment):
 
     def _train(self, cell: Cell, config: SpeechConfig, context: Context) -> list[Row]:
         name, layers, seed = (cell.settings[key] for key in ("trained", "layers", "seed"))
-        task = task_of(config, context, seed)
+        task = self.task(cell, config, context)
+        fitted, start = self._fitted(task, cell, config, context, context.work.parent)
+        main = layers == config.layers and name in config.trained
+        others = [each for each in config.evaluated if fits(each, name)] if main else []
+        whole = "shared-full" if name in SHARED else "full"
+        rows = evaluated(task, fitted.model, whole, [name, *others], config.top, context.device)
+        lines = thinned(fitted.history)
+        rows[0] |= {
+            "steps": fitted.steps,
+            "seconds": round(fitted.seconds, 2),
+            "seconds_per_epoch": round(fitted.seconds_per_epoch, 3),
+            "history": [[round(line[key], 4) for key in (*HISTORY, task.figure)] for line in lines],
+            **({"tuned_from": start} if start else {}),
+        }
+        return rows
+
+    def _fitted(
+        self, task: Speech, cell: Cell, config: SpeechConfig, context: Context, home: Path
+    ) -> tuple[Fitted, str | None]:
+        """The trained model, and the name of the one it started from where it is fine-tuned. That one's weights lie in
+        ``home`` if its own cell has run; else it is trained first."""
+        seed, rule = cell.settings["seed"], FINE_TUNED.get(config)
+        start = rule.start(cell.settings["trained"]) if rule else None
         torch.manual_seed(seed)
         model = self._model(task.model, cell, config)
         settings = Settings(
@@ -268,19 +322,23 @@ class Trained(Experiment):
             judge_batch=JUDGED_AT_ONCE,
             seed=seed,
         )
-        fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)
-        main = layers == config.layers and name in config.trained
-        others = [each for each in config.evaluated if fits(each, name)] if main else []
-        whole = "shared-full" if name in SHARED else "full"
-        rows = evaluated(task, fitted.model, whole, [name, *others], config.top, context.device)
-        lines = thinned(fitted.history)
-        rows[0] |= {
-            "steps": fitted.steps,
-            "seconds": round(fitted.seconds, 2),
-            "seconds_per_epoch": round(fitted.seconds_per_epoch, 3),
-            "history": [[round(line[key], 4) for key in (*HISTORY, task.figure)] for line in lines],
-        }
-        return rows
+        folder = context.work
+        if rule and start:
+            first = replace(cell, settings={**cell.settings, "trained": start})
+            kept = _weights_of(first, home)
+            if not kept.exists():
+                self._fitted(task, first, config, replace(context, work=context.work / "start"), home)
+            model.load_state_dict(weights(kept))
+            settings = replace(settings, steps=None, epochs=rule.epochs, lr=rule.lr, patience=None, evaluate=None)
+            folder = context.work / "tuned"
+        fitted = fit(task, model, settings, folder=folder, device=context.device, tick=context.tick)
+        if rule and not start:
+            write(_weights_of(cell, home), fitted.model.state_dict(), None, {}, cell.name)
+        return fitted, start
+
+
+def _weights_of(cell: Cell, home: Path) -> Path:
+    return home / f"{cell.settings['trained']}-{cell.settings['layers']}-{cell.settings['seed']}.safetensors"
 
 
 JUDGED_AT_ONCE = 16

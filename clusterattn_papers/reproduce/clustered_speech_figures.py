@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from clusterattn._rows import Row
 from clusterattn.measure import plots
+from clusterattn.measure.words import counted
 
 from ._experiment import Cell, Table, apart, chosen, lead, spread
-from ._speech import ANSWERING, HISTORY, SpeechConfig
+from ._speech import ANSWERING, FINE_TUNED, HISTORY, SpeechConfig
 from .clustered_speech import (
     DEV_LOSS,
     LOSS,
@@ -97,10 +99,20 @@ class Figure1(Shown):
             return plots.as_png(figure)
 
     def differences(self, config: SpeechConfig) -> list[str]:
+        rule = FINE_TUNED.get(config)
+        if rule is None:
+            training = (
+                "are all trained from scratch; the paper fine-tunes the larger numbers of clusters from the model "
+                "with 100"
+            )
+        else:
+            training = (
+                f"with more than {rule.clusters} clusters are fine-tuned from the model with so many, for "
+                f"{counted(rule.epochs, 'epoch')} at {rule.lr:g}; published: 15 epochs at 1e-05"
+            )
         return [
             *super().differences(config),
-            "Models with other layers or clusters than Table 1's have one seed, and are all trained from scratch; "
-            "the paper fine-tunes the larger numbers of clusters from the model with 100 (C.3.1).",
+            f"Models with other layers or clusters than Table 1's have one seed, and {training} (C.3.1).",
         ]
 
     def findings(self, rows: Sequence[Row], config: SpeechConfig) -> list[str]:
@@ -160,24 +172,28 @@ class Figure7(Shown):
         paces = {name: pace(rows, name, config.layers) for name in config.trained}
         panels = 2 if any(paces.values()) else 1  # seconds, where they were measured
         with plots.rules():
-            figure = plots.canvas(4.75 * panels + 1.6, 3.8)
-            axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+            figure = plots.canvas(4.75 * panels + 1.6, 6.8)
+            axes = figure.subplots(2, panels, sharex="col", sharey="row", squeeze=False)
             for name, seconds in paces.items():
                 colour, _ = look(name)
-                for axis, factor in zip(axes, (1.0, seconds), strict=False):
+                for (down, place), (across, factor) in itertools.product(
+                    enumerate((LOSS, DEV_LOSS)), enumerate((1.0, seconds)[:panels])
+                ):
                     for number, row in enumerate(self.with_history(rows, config, name) if factor is not None else ()):
-                        axis.plot(
+                        axes[down][across].plot(
                             [factor * line[HISTORY.index("step")] for line in row["history"]],
-                            [line[LOSS] for line in row["history"]],
+                            [line[place] for line in row["history"]],
                             color=colour,
                             linewidth=1.2,
                             linestyle="--" if name.endswith("-4") or name == "shared-full" else "-",
-                            label=None if number or axis is not axes[0] else plots.short(name),
+                            label=None if number or down or across else plots.short(name),
                         )
-            axes[0].set(xlabel="updates", ylabel="training loss, nats per phone", title="Convergence by updates")
-            for axis in axes[1:]:
-                axis.set(xlabel="seconds", title="Convergence by time")
-            for axis in axes:
+            for row, which in zip(axes, ("training", "validation"), strict=True):
+                row[0].set_ylabel(f"{which} loss, nats per phone")
+            for column, (what, unit) in enumerate((("updates", "updates"), ("time", "seconds"))[:panels]):
+                axes[0][column].set_title(f"Convergence by {what}")
+                axes[1][column].set_xlabel(unit)
+            for axis in axes.flat:
                 axis.grid(True)
             figure.legend(loc="outside right upper")
             return plots.as_png(figure)

@@ -14,7 +14,7 @@ from clusterattn.measure import plots
 from clusterattn.methods import ClusterFormer
 
 from ._experiment import Cell, Context, Table, apart, beside, chosen, lead, spread
-from ._readings import CHOSEN, NEW, PAPERS, READINGS, in_paper, reading
+from ._readings import CHOSEN, NEW, PAPERS, READINGS, TASK, in_paper, reading
 from ._texts import (
     BUDGET,
     LOSSES,
@@ -65,7 +65,7 @@ class ClusterFormerTable2(TextExperiment):
     place = "Table 2"
     about = "text classification: CR, MR, SUBJ, MPQA, 20NEWS; transformer, reformer, routing, clusterformer"
     needs = ("sentences", "20news", "embeddings")
-    readings = (CHOSEN,)
+    readings = (CHOSEN, TASK)
     scales: ClassVar[dict[str, Any]] = {
         "smoke": TextConfig(sets=(("CR", 1), ("20NEWS", 1)), for_long=OURS, **SMOKE),
         "small": TextConfig(sets=(("CR", 6), ("MR", 3), ("SUBJ", 3), ("MPQA", 3), ("20NEWS", 3)), for_long=OURS),

@@ -49,6 +49,10 @@ class FineTuned(Experiment):
     split_by_seed: ClassVar[bool] = False
     seconds: ClassVar[float] = 30
 
+    def piece_of(self, config: RebuttalConfig) -> str:
+        """What is trained on, where that differs from scale to scale."""
+        return self.piece
+
     def cells(self, config: RebuttalConfig) -> list[Cell]:
         return [
             Cell(f"{name}, seed {seed}", {"trained": name, "seed": seed}, self.seconds)
@@ -59,7 +63,7 @@ class FineTuned(Experiment):
     def run(self, cell: Cell, config: RebuttalConfig, context: Context) -> list[Row]:
         name, seed = cell.settings["trained"], cell.settings["seed"]
         task = opened(
-            self.piece,
+            self.piece_of(config),
             context.data,
             config.model,
             context.work,
@@ -81,7 +85,7 @@ class FineTuned(Experiment):
 
     def tables(self, rows: Sequence[Row], config: RebuttalConfig) -> list[Table]:
         table = Table(
-            f"{self.place}: {PIECES[self.piece].title}, %",
+            f"{self.place}: {PIECES[self.piece_of(config)].title}, %",
             [
                 "attention",
                 *(f"trained with it: {measure}" for measure in self.measures),
@@ -115,9 +119,10 @@ class FineTuned(Experiment):
 
     def differences(self, config: RebuttalConfig) -> list[str]:
         limits = ", ".join(f"{count} for {split}" for split, count in config.limits.items())
+        piece = PIECES[self.piece_of(config)]
         return [
             f"Model: {config.model}{_size(config.model)}. {self._theirs}",
-            f"{PIECES[self.piece].title}: {PIECES[self.piece].split}" + (f"; at most {limits}." if limits else "."),
+            f"{piece.title}: {piece.split}" + (f"; at most {limits}." if limits else "."),
             f"Fine-tuning: {config.tuning}. Attention dropout is 0 for all.",
             DRAWS,
             "A padded token takes no seat here; in the original it does.",

@@ -179,18 +179,22 @@ def f1(picked: Tensor, truth: Tensor) -> float:
 # ---------------------------------------------------------------------------------------------------- reading
 
 WORDS = {"entailment": 1.0, "not_entailment": 0.0}
+INFERENCE = {"entailment": 0.0, "neutral": 1.0, "contradiction": 2.0}  # as SNLI is numbered where it is numbered
 
 
-def table(path: Path, first: int, second: int | None, label: int, times: float = 1.0) -> list[Text]:
-    """Tab-separated lines, the texts and the label in these columns; a header says "label" where labels are."""
+def table(
+    path: Path, first: int, second: int | None, label: int, times: float = 1.0, words: Mapping[str, float] = WORDS
+) -> list[Text]:
+    """Tab-separated lines, the texts and the label in these columns; a header says "label" (GLUE also: "gold_label")
+    where labels are. A negative column is counted from the end."""
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         cells = line.split("\t")
-        if not line.strip() or cells[min(label, len(cells) - 1)] == "label":
+        if not line.strip() or cells[min(label, len(cells) - 1)] in ("label", "gold_label"):
             continue
         try:
             word = cells[label]
-            value = WORDS[word] if word in WORDS else float(word) * times
+            value = words[word] if word in words else float(word) * times
             found.append(Text(cells[first], None if second is None else cells[second], value))
         except (IndexError, ValueError):
             wanted = f"a label in column {label + 1} and text in the others"
@@ -238,6 +242,25 @@ def _mrpc(folder: Path, seed: int) -> Splits:
     folder = inside(folder, "mrpc")
     dev, train = parted(table(folder / "train.txt", 0, 1, 2), 0.1, seed=seed)
     return {"train": train, "dev": dev, "test": table(folder / "test.txt", 0, 1, 2)}
+
+
+def _snli(folder: Path, seed: int) -> Splits:
+    folder = inside(folder, "snli")
+    known = folder / "train.txt"
+    whole = table(known if known.is_file() else folder / "dev.txt", 0, 1, 2, words=INFERENCE)
+    dev, train = parted(whole, 0.1, seed=seed, by=lambda each: each.first)
+    return {"train": train, "dev": dev, "test": table(folder / "test.txt", 0, 1, 2, words=INFERENCE)}
+
+
+def _mnli(part: str) -> Callable[[Path, int], Splits]:
+    """GLUE's files: sentences in columns 9 and 10, the label in the last."""
+
+    def read(folder: Path, seed: int) -> Splits:
+        home = inside(folder, "train.tsv").parent
+        dev, train = parted(table(home / "train.tsv", 8, 9, -1, words=INFERENCE), 0.02, seed=seed)
+        return {"train": train, "dev": dev, "test": table(home / f"dev_{part}.tsv", 8, 9, -1, words=INFERENCE)}
+
+    return read
 
 
 def _stsb(folder: Path, seed: int) -> Splits:
@@ -298,6 +321,28 @@ PIECES = {
         "only the dev set is at hand: 80 / 10 / 10 % of its questions train, choose the weights, and are judged",
         pairs=True,
     ),
+    "snli": GluePiece(
+        "SNLI",
+        "matching",
+        "accuracy",
+        _snli,
+        "its training pairs, or without them those of its dev set, by premise: nine tenths train, one chooses the "
+        "weights; the published test set is judged",
+        pairs=True,
+        labels=3,
+    ),
+    **{
+        name: GluePiece(
+            f"MNLI ({part})",
+            "mnli",
+            "accuracy",
+            _mnli(part),
+            f"one training pair in fifty chooses the weights; GLUE's {part} dev set is judged",
+            pairs=True,
+            labels=3,
+        )
+        for name, part in (("mnli", "matched"), ("mnli-mm", "mismatched"))
+    },
     "rte": GluePiece("RTE", "glue-small", "accuracy", _rte, TENTH, pairs=True),
     "sst2": GluePiece(
         "SST-2",

@@ -83,18 +83,8 @@ class Speech(Task):
         joinings  how many times all training utterances are joined, differently: one epoch sees each of them
         judged    the same for dev and test
         """
-        folder = an4_root(folder)
-        symbols, phones_of = an4_dictionary(folder)
-        known = {symbol: at for at, symbol in enumerate(symbols)}
-        spoken: dict[str, list[Recording]] = {"train": [], "dev": [], "test": []}
-        for part in ("train", "test"):
-            utterances = list(an4_utterances(folder, part))
-            speakers = sorted({name.split("/")[-2] for name, _ in utterances})
-            for name, words in utterances:
-                dev = part == "train" and speakers.index(name.split("/")[-2]) % HELD_OUT == HELD_OUT // 2
-                heard = with_changes(an4_cepstra(folder / "feat" / f"{name}.mfc"))
-                phones = torch.tensor([known[phone] for word in words for phone in phones_of[word]])
-                spoken["dev" if dev else part].append(Recording(heard, phones))
+        symbols, by_speaker = an4_recordings(folder)
+        spoken = {split: [each for _, each in found] for split, found in by_speaker.items()}
         splits: dict[str, Sequence[Recording]] = dict(spoken)
         if frames:
             splits["train"] = joined(spoken["train"], frames, joinings, seed)
@@ -284,6 +274,24 @@ def an4_root(folder: Path) -> Path:
         if (found / AN4_TRAIN).exists():
             return found
     raise bad_value("CMU AN4: etc/an4_train.fileids and feat/", str(folder), "the folder an4 of the unpacked archive")
+
+
+def an4_recordings(folder: Path) -> tuple[list[str], dict[str, list[tuple[str, Recording]]]]:
+    """The phones; and by split, each with its speaker, the utterances: dev is every tenth training speaker."""
+    folder = an4_root(folder)
+    symbols, phones_of = an4_dictionary(folder)
+    known = {symbol: at for at, symbol in enumerate(symbols)}
+    spoken: dict[str, list[tuple[str, Recording]]] = {"train": [], "dev": [], "test": []}
+    for part in ("train", "test"):
+        utterances = list(an4_utterances(folder, part))
+        speakers = sorted({name.split("/")[-2] for name, _ in utterances})
+        for name, words in utterances:
+            speaker = name.split("/")[-2]
+            dev = part == "train" and speakers.index(speaker) % HELD_OUT == HELD_OUT // 2
+            heard = with_changes(an4_cepstra(folder / "feat" / f"{name}.mfc"))
+            phones = torch.tensor([known[phone] for word in words for phone in phones_of[word]])
+            spoken["dev" if dev else part].append((speaker, Recording(heard, phones)))
+    return symbols, spoken
 
 
 def an4_dictionary(folder: Path) -> tuple[list[str], dict[str, list[str]]]:

@@ -103,6 +103,16 @@ def test_a_part_can_be_swapped_alone() -> None:
     assert set(implementations(model)) == {"sdpa"}
 
 
+def test_a_seed_decides_what_is_drawn() -> None:
+    model, (batch, _) = tiny.make("bert"), tiny.inputs("bert")
+    ca.hf.swap(model, ROUGH)
+    first = answers(model, batch)
+    ca.hf.swap(model, ROUGH, seed=1)
+    differ(answers(model, batch), first)
+    ca.hf.swap(model, ROUGH, seed=0)
+    same(answers(model, batch), first)
+
+
 def test_a_model_inside_another_module_is_found() -> None:
     inner = tiny.make("bert")
     report = ca.hf.swap(torch.nn.Sequential(torch.nn.Identity(), inner), ROUGH)

@@ -220,7 +220,7 @@ def test_a_plan_gives_each_layer_its_method_and_travels(where: str, tmp_path: Pa
     assert [row.reason for row in report.rows if row.reason] == ["the plan does not name it"]
     planned = answer(model, flux_inputs())
     D.restore(model)
-    assert [row.method for row in D.swap(model).rows] == ["refined", "refined"], "it brings no plan along"
+    assert [row.method for row in D.swap(model).rows] == ["auto", "auto"], "it brings no plan along"
     D.restore(model)
     if where == "config":
         plan.attach(model)
@@ -293,7 +293,20 @@ ULYSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "flux, text exact": ("flux", {"exact_rows": TEXT}),
 }
 HEADS = ca.Plan({"blocks.0.attn1": ("exact", METHOD, METHOD, "exact"), "blocks.1.attn1": METHOD})  # by head
+RINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wan": ("wan", {}),
+    "wan, first rows exact": ("wan", {"exact_rows": 300}),  # more than the first rank holds
+    "wan, last rows exact": ("wan", {"exact_rows": -40}),
+    "flux, text exact": ("flux", {"exact_rows": TEXT}),
+}
 MANY = "refined:clusters=256,top=256"  # every query its own cluster, every key near: exact
+
+
+GRADIENTS = {
+    "ulysses": ("ulysses_degree", METHOD, False),
+    "ring": ("ring_degree", METHOD, False),
+    "ring, merged": ("ring_degree", MANY, True),  # joint, and where its text ends is not known
+}
 
 
 @pytest.fixture(scope="module")
@@ -304,11 +317,12 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
         for case, (make, settings) in ULYSSES.items()
     }
     jobs["ulysses by head"] = (model_over_ranks, ("wan", "ulysses_degree", HEADS, {}))
-    for make in MODELS:
-        jobs[f"ring {make}"] = (model_over_ranks, (make, "ring_degree", METHOD, {}))
+    for case, (make, settings) in RINGS.items():
+        jobs[f"ring {case}"] = (model_over_ranks, (make, "ring_degree", METHOD, settings))
+    jobs["ring flux"] = (model_over_ranks, ("flux", "ring_degree", METHOD, {}))
     jobs["ring exact"] = (model_over_ranks, ("wan", "ring_degree", METHOD, {"dense_layers": [0, 1]}))
-    jobs[f"gradients ulysses_degree {METHOD}"] = (gradients_over_ranks, ("ulysses_degree", METHOD))
-    jobs[f"gradients ring_degree {MANY}"] = (gradients_over_ranks, ("ring_degree", MANY))
+    for case, given in GRADIENTS.items():
+        jobs[f"gradients {case}"] = (gradients_over_ranks, given)
     return on_two_ranks(jobs, tmp_path_factory.mktemp("ranks"))
 
 
@@ -350,25 +364,38 @@ def test_a_plan_for_other_heads_stays_exact() -> None:
     assert "the plan has no methods for 4 heads" in reasons(report.served)
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_a_ring_merges_parts_within_the_methods_own_error(make: str, split: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("case", RINGS)
+def test_a_ring_is_one_device(case: str, split: dict[str, Tensor]) -> None:
+    """Over clusterattn.parallel, but for the order of summation."""
+    make, settings = RINGS[case]
     model, inputs = MODELS[make]
     alone = model()
     exact = answer(alone, inputs())
+    D.swap(alone, METHOD, min_length=64, **settings)
+    wanted = answer(alone, inputs())
+    off = (split[f"ring {case}"] - wanted).norm()
+    assert off < 1e-5 * wanted.norm()
+    assert off < 1e-3 * (wanted - exact).norm()
+
+
+def test_a_ring_merges_parts_within_the_methods_own_error(split: dict[str, Tensor]) -> None:
+    """Where it is not known in which order one device would have the tokens: a joint model's text and image."""
+    alone = flux()
+    exact = answer(alone, flux_inputs())
     D.swap(alone, METHOD, min_length=64)
-    own_error = (answer(alone, inputs()) - exact).norm()
-    assert 0 < (split[f"ring {make}"] - exact).norm() < own_error
+    own_error = (answer(alone, flux_inputs()) - exact).norm()
+    assert 0 < (split["ring flux"] - exact).norm() < own_error
 
 
 def test_a_ring_of_exact_layers_is_exact(split: dict[str, Tensor]) -> None:
     assert torch.allclose(split["ring exact"], answer(wan(), wan_inputs()), atol=1e-5)
 
 
-@pytest.mark.parametrize(("mode", "method"), [("ulysses_degree", METHOD), ("ring_degree", MANY)])
-def test_gradients_over_ranks(mode: str, method: str, split: dict[str, Tensor]) -> None:
-    """Those of one device; around a ring, whose parts are not those of one device, with parts that are exact."""
-    D.register(method, min_length=64)
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients_over_ranks(case: str, split: dict[str, Tensor]) -> None:
+    """Those of one device; where parts are merged, which are not those of one device, with parts that are exact."""
+    D.register(GRADIENTS[case][1], min_length=64)
     q, k, v = (x.requires_grad_() for x in qkv())
     weigh(ask(q=q, k=k, v=v), -1).backward()
     wanted = torch.stack([x.grad.chunk(2, 1)[0] for x in (q, k, v) if x.grad is not None])
-    assert torch.allclose(split[f"gradients {mode} {method}"], wanted, atol=1e-5)
+    assert torch.allclose(split[f"gradients {case}"], wanted, atol=1e-5)

@@ -106,14 +106,14 @@ def model_over_ranks(make: str, mode: str, method: Any, settings: dict[str, Any]
     return answer(made, inputs())
 
 
-def gradients_over_ranks(mode: str, method: str) -> Tensor:
+def gradients_over_ranks(mode: str, method: str, joint: bool) -> Tensor:
     """The gradients of q, k and v of the first rank's tokens."""
     from diffusers.models import attention_dispatch as dispatch
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
     import clusterattn as ca
 
-    ca.hosts.diffusers.register(method, min_length=64)
+    ca.hosts.diffusers.register(method, min_length=64, joint=joint)
     config = ParallelConfig(context_parallel_config=ContextParallelConfig(**{mode: 2}))
     shape = config.context_parallel_config.mesh_shape
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))

@@ -48,7 +48,7 @@ def test_the_papers_defaults_serve_short_inputs(case: Case) -> None:
     assert x.attend(type(case.method)()).isfinite().all()
 
 
-@over()
+@over(where=lambda case: not getattr(case.method, "share_heads", False))
 def test_grouped_heads_equal_repeated_ones(case: Case) -> None:
     """Parts are made once for the query heads of a key head, so they are given."""
     x = padded(draw(case, h=6, hk=2, m=33), "holes")
@@ -80,8 +80,12 @@ def test_strides_do_not_matter(case: Case) -> None:
 def test_expanded_inputs(case: Case) -> None:
     """One sequence seen twice through a stride of 0."""
     x = draw(case, b=1, dtype=torch.float32)
-    out = ca.attention(*(t.expand(2, -1, -1, -1) for t in x.tensors), method=case.method)
-    same_bits(out[0], out[1])
+    twice = [t.expand(2, -1, -1, -1) for t in x.tensors]
+    out = ca.attention(*twice, method=case.method)
+    same_bits(out, ca.attention(*(t.contiguous() for t in twice), method=case.method))
+    if not getattr(case.method, "share_heads", False):
+        same_bits(out[0], out[1])
+    close(out[0], out[1])  # at some sizes torch's own products differ in the last bit from one matrix to the next
 
 
 @over()

@@ -181,6 +181,7 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         "balance": 0.1,
         "slope": True,
         "parts": 3,
+        "share_heads": True,
     }
     x = draw(case, n=40, m=40)
 

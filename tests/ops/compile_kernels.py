@@ -1,81 +1,167 @@
-"""Compile kernels for a GPU that is not there: run by test_kernels_compile.py in a process that does not interpret.
+"""Compile kernels for a GPU that is not there, as whole calls would ask for them.
 
-The verbs' host code runs on a CPU with launches collected instead of made; each is then compiled by Triton for sm_90.
+    python tests/ops/compile_kernels.py                                a few kinds of calls (test_kernels_compile.py)
+    python tests/ops/compile_kernels.py --scan [--dims 16 40 256] [--dtypes fp16 fp32] [--only smyrf]     all of them:
+                                                                       long, so --shard 3 16 takes a sixteenth
+
+Calls run on a CPU, forward and backward, with every launch collected instead of made (their answers are zeros, which
+are good positions and labels); each kind of launch is then compiled by Triton for sm_90. Must not interpret. Exit
+status 1 where a kernel does not compile or wants more shared memory than a program may have.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from clusterattn.ops import _launch
-from clusterattn.ops._jit import LOOSE
-from clusterattn.ops.draw import kernels as draw
+import clusterattn as ca
+from clusterattn.ops import _jit, _launch
 from clusterattn.ops.kmeans import kernels as kmeans
-from clusterattn.ops.kmeans import moments, train_kernels
-from clusterattn.ops.members import kernels as members
-from clusterattn.ops.rows import kernels as rows
+from clusterattn.ops.kmeans import train_kernels
 
 SHARED = 232448  # bytes a program may have on sm_90
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int8: "i8", torch.bool: "i1",
-}  # fmt: skip
+TARGET = GPUTarget("cuda", 90, 32)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DIMS = (16, 32, 40, 64, 80, 96, 128, 256)
+
+# (method, causal): every kernel there is; lengths are short, tiles follow the settings
+CALLS = [
+    ("refined:clusters=100,top=32,parts=1,slope=false,steps=2", False),
+    ("refined:clusters=64,top=64,parts=16,slope=true,steps=2,start=far", False),
+    ("refined:clusters=128,top=512,parts=64,slope=true,steps=2,sample=256,rank=16,start=random", False),
+    ("refined:clusters=16,top=8,parts=1,slope=false,steps=2,block=64", True),
+    ("improved:clusters=100,top=32,steps=2", False),
+    ("improved:clusters=20,top=16,steps=2,mass=softmax,block=64", True),
+    ("clustered:clusters=100,steps=2", False),
+    ("clustered:clusters=16,steps=2,metric=keys,block=64", True),
+    ("smyrf:rounds=2,q_seats=64,k_seats=64", False),
+    ("smyrf:rounds=2,q_seats=16,k_seats=128,dedup=true", True),
+    ("reformer:rounds=2,chunk=64", False),
+    ("reformer:rounds=1,chunk=16", True),
+    ("routing:clusters=4,window=64", False),
+    ("clusterformer:clusters=4", False),
+    ("local:window=40", True),
+]
+FEW = [("bf16", 64, 64, CALLS[1:2]), ("fp16", 40, 32, CALLS[11:12])]
+SHORT = 7  # tokens: tiles are no smaller than 16
 
 
-def compiled(kernel: Any, tensors: Any, numbers: Any, loose: Any, flags: dict[str, Any]) -> Any:
-    """As Triton would at the first launch with these arguments."""
-    signature, constants, hints = {}, {}, {}
-    values = [*tensors, *numbers, *loose, *(flags[name] for name in kernel.arg_names if name in flags)]
-    for place, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
-        if name in flags or (isinstance(value, int) and value == 1 and name not in LOOSE):
-            signature[name], constants[(place,)] = "constexpr", value
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif isinstance(value, int):
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-        else:
-            signature[name] = "*" + TYPES[value.dtype]
-        if signature[name][0] == "*" or (isinstance(value, int) and value % 16 == 0 and name not in LOOSE):
-            hints[(place,)] = [["tt.divisibility", 16]]
-    options = {name: value for name, value in flags.items() if name not in kernel.arg_names}
+class Collected:
+    """Launches by what they would be compiled as: kernel, types, constants, options."""
+
+    def __init__(self) -> None:
+        self.backend = make_backend(TARGET)
+        self.found: dict[tuple[str, str], tuple[Any, ...]] = {}
+        self._binders: dict[str, Any] = {}
+
+    def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **flags: Any) -> None:
+        name = f"{kernel.__module__}.{kernel.__name__}"
+        if name not in self._binders:
+            self._binders[name] = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        bound, kinds, _ = self._binders[name](*args, **flags)
+        packed = kernel._pack_args(self.backend, flags, bound, kinds, None)
+        self.found.setdefault((name, f"{kinds} {packed[0]}"), (kernel, packed))
+
+
+def collecting() -> Collected:
+    """From here on kernels are collected, CPU tensors are served by them, and new memory is zero."""
+    collected = Collected()
+    JITFunction.run = lambda kernel, *args, **flags: collected.run(kernel, *args, **flags)
+    _jit.INTERPRETING = _launch.INTERPRETING = True  # "a CPU will do"; nothing is interpreted
+    train_kernels.multiprocessors = lambda device: 132
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    return collected
+
+
+def call(spec: str, causal: bool, dtype: torch.dtype, d: int, e: int, n: int = 260) -> None:
+    """One call, forward and backward: two heads over one, some keys masked."""
+    method = ca.method(spec)
+    h, hk, m = (2, 1, n if method.self_only else n + 64)
+    leaves = [
+        torch.zeros(1, heads, length, width, dtype=dtype, requires_grad=True)
+        for heads, length, width in ((h, n, d), (hk, m, d), (hk, m, e))
+    ]
+    keep = torch.arange(m).expand(1, m) < m - 5
+    out, lse = ca.attention(*leaves, method=method, causal=causal, key_mask=keep, backend="triton", return_lse=True)
+    torch.autograd.grad((out.sum() + lse.sum()), leaves, allow_unused=True)
+
+
+def compiled(kernel: JITFunction, packed: tuple[Any, ...]) -> Any:
+    options, signature, constants, hints = packed
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=TARGET, options=options.__dict__)
 
 
-def main() -> None:
-    collected: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+def plan(given: argparse.Namespace) -> Iterator[tuple[str, bool, str, int, int]]:
+    if not given.scan:
+        for dtype, d, e, calls in FEW:
+            yield from ((spec, causal, dtype, d, e) for spec, causal in calls)
+        return
+    for d in given.dims:
+        for dtype in given.dtypes:
+            for e in (d, 32 if d > 32 else 48):
+                yield from ((spec, causal, dtype, d, e) for spec, causal in CALLS)
 
-    def collect(kernel: Any, grid: Any, tensors: Any, numbers: Any = (), loose: Any = (), **flags: Any) -> None:
-        key = (kernel.__name__, *(x.dtype for x in tensors), *flags.values())
-        collected[key] = (kernel, tensors, numbers, loose, flags)
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "launch", None) is _launch.launch and module is not _launch:
-            module.launch = collect  # type: ignore[attr-defined]
-    train_kernels.multiprocessors = lambda device: 132  # type: ignore[assignment]
-    for dtype, d, c, n in ((torch.bfloat16, 64, 100, 512), (torch.float16, 256, 20, 64)):
-        x, at = torch.zeros(1, 2, n, d, dtype=dtype), torch.zeros(1, 2, c, dtype=torch.int64)
-        form, labels = torch.zeros(2, d, d), torch.zeros(2, n, dtype=torch.int64)
-        for together in (1 << 16, 0):  # in one launch, and by stages
-            kmeans.TOGETHER = together
-            kmeans.kmeans(x, None, at, None, form, 2, False)
-        kmeans.farthest(x, at, c // 2, form, False)
-        kmeans.nearest(x, torch.zeros(2, c, d, dtype=dtype), torch.zeros(2, c), torch.zeros(2, 1, d))
-        moments.covariance(x, None, None)
-        members.sums(x, *members.by_label(labels, c))
-        rows.broadcast(torch.zeros(1, 2, c, d, dtype=dtype), labels.view(1, 2, n))
-    draw.stratified(1000, 7, 1, 50, torch.device("cpu"), None)
-    for kernel, *given in collected.values():
-        shared = compiled(kernel, *given).metadata.shared
-        assert shared <= SHARED, f"{kernel.__name__} wants {shared} bytes of shared memory"
-    print(len(collected))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--dims", type=int, nargs="+", default=DIMS)
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="calls or kernels with one of these")
+    parser.add_argument(
+        "--shard", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="every OF-th call alone"
+    )
+    parser.add_argument("--slow", type=float, default=20.0, help="say which kernels take longer to compile, in seconds")
+    given = parser.parse_args()
+    collected, wrong, slowest = collecting(), 0, 0.0
+    done: set[tuple[str, str]] = set()
+    mine, of = given.shard
+    for place, (spec, causal, dtype, d, e) in enumerate(plan(given)):
+        if place % of != mine:
+            continue
+        if given.only and not any(word in spec for word in given.only):
+            continue
+        try:
+            for together in (1 << 16, 0):  # k-means in one launch, and by stages
+                kmeans.TOGETHER = together
+                call(spec, causal, DTYPES[dtype], d, e)
+            if given.scan:
+                call(spec, causal, DTYPES[dtype], d, e, n=SHORT)
+        except ValueError as error:  # a call that kernels do not serve says so
+            print(f"no kernel: {spec}, {dtype}, d={d}, e={e}: {error}", flush=True)
+        for key, (kernel, packed) in list(collected.found.items()):
+            if key in done:
+                continue
+            done.add(key)
+            where = f"{kernel.__name__}: {spec}{' causal' if causal else ''}, {dtype}, d={d}, e={e}"
+            started, complaint = time.perf_counter(), ""
+            try:
+                shared = compiled(kernel, packed).metadata.shared
+                if shared > SHARED:
+                    complaint = f"wants {shared} bytes of shared memory"
+            except Exception as error:
+                complaint = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            taken = time.perf_counter() - started
+            slowest = max(slowest, taken)
+            wrong += bool(complaint)
+            if complaint or taken > given.slow:
+                print(f"{'WRONG' if complaint else 'slow '} {taken:6.1f} s  {where}  {complaint}", flush=True)
+    print(f"{wrong} wrong; the slowest took {slowest:.1f} s; kinds of kernels:", len(done))
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

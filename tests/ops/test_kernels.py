@@ -79,6 +79,7 @@ def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 CASES = [(spec, shape, causal) for spec in SPECS for shape in (SELF, CROSS) for causal in (False, True)]
 CASES += [(spec, SELF, causal) for spec in SELF_ONLY for causal in (False, True)]
 CASES += [(spec, shape, False) for spec in NOT_CAUSAL for shape in (SELF, CROSS)]
+CASES += [("refined:clusters=66,top=0,parts=2,slope=true,steps=1", SELF, False)]  # more clusters than make the slope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])

@@ -15,11 +15,11 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_kernels_of_kmeans_compile_for_sm_90() -> None:
+def test_kernels_compile_for_sm_90() -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(HERE.parents[1])
     done = subprocess.run(
-        [sys.executable, str(HERE / "compile_kernels.py")], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, str(HERE / "compile_kernels.py")], env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) > 15
+    assert int(done.stdout.split()[-1]) > 40

@@ -9,7 +9,7 @@ from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
 from clusterattn_papers.reproduce._readings import NEW, READINGS
-from clusterattn_papers.reproduce.clustered_fig5 import SEEDS, ClusteredFig5
+from clusterattn_papers.reproduce.clustered_fig5 import LONGER, SEEDS, ClusteredFig5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
 from clusterattn_papers.train import Settings, fit, judge
@@ -105,9 +105,11 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
         rows += [{**cell.settings, **row} for row in experiment.run(cell, config, context)]
     names = {"full", "routing", "local", "improved", "clustered", "refined", "lsh", "smyrf", *READINGS}
-    assert {row["method"] for row in rows} == names
+    longer = LONGER[config].methods.keys()
+    assert {row["method"] for row in rows} == names | longer
     seeds = {name: SEEDS if name in NEW else 1 for name in names}
-    assert len(rows) == sum(seeds.values()) * len(config.letters)
+    assert len(rows) == sum(seeds.values()) * len(config.letters) + len(longer)
+    assert {row["steps"] for row in rows if row["method"] in longer} == {LONGER[config].steps}
     for table in experiment.tables(rows, config):
         assert all(len(row) == len(table.columns) and "…" not in row for row in table.rows)
     assert experiment.tables([], config)[0].rows[0][1] == "100.00 | …"
@@ -145,4 +147,33 @@ def test_figure_5_is_the_papers_at_small_scale() -> None:
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW)
+    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW) + 2 * 3
+
+
+def test_the_hardest_cell_is_run_longer_in_fp32_beside_the_others() -> None:
+    """More updates, seeds and a Euclidean grouping, under names of their own: what is there keeps its cells."""
+    figure, config = ClusteredFig5(), ClusteredFig5.scales["small"]
+    longer = [cell for cell in figure.cells(config) if "most_steps" in cell.settings]
+    assert [cell.name for cell in longer] == [
+        f"improved, longer{kind}, length 512, seed {seed}" for kind in ("", ", euclid") for seed in range(3)
+    ]
+    for cell in longer:
+        assert cell.settings["precision"] == "no"
+        assert cell.settings["most_steps"] == 10_000
+        assert ("metric=euclid" in cell.settings["spec"]) == ("euclid" in cell.name)
+        assert "clusters=15" in cell.settings["spec"]
+    assert "most_steps" not in str(ClusteredFig5().cells(ClusteredFig5.scales["paper"]))
+
+
+def test_longer_training_is_shown_with_where_it_stood_half_way() -> None:
+    figure, config = ClusteredFig5(), ClusteredFig5.scales["small"]
+    made = {"method": "improved, longer", "budget": 15, "letters": 255, "accuracy_all": 1.0, "seconds": 1.0}
+    rows = [
+        {**made, "accuracy": 0.998, "steps": 9000, "solved": 8000, "curve": [[2500, 0.5], [5000, 0.97], [9000, 0.998]]},
+        {**made, "accuracy": 0.99, "steps": 10000, "solved": None, "curve": [[2500, 0.5], [5000, 0.95], [10000, 0.99]]},
+    ]
+    table = figure.tables(rows, config)[-1]
+    assert table.rows[0] == ["improved, longer", "100.00 | 99.40 ± 0.57", "96.00 ± 1.41", "8000, never"]
+    assert table.rows[1][1:] == ["100.00 | …", "…", "…"]
+    assert "improved, longer solves 1 of 2 cells." in figure.findings(rows, config)
+    assert "96.88" not in str(figure.tables(rows, config)[0].rows)

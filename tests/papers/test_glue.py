@@ -63,6 +63,26 @@ def test_headers_are_no_examples_and_words_are_labels(tmp_path: Path) -> None:
     assert sorted(each.label for each in found["train"] + found["dev"]) == [0.0] * 10 + [1.0] * 10
 
 
+def test_inference_in_three_labels_by_number_and_by_word(tmp_path: Path) -> None:
+    pairs = "".join(f"premise {i // 3}\thypothesis {i}\t{i % 3}\n" for i in range(60))
+    write(tmp_path / "data/snli/dev.txt", pairs)
+    write(tmp_path / "data/snli/test.txt", "A man sleeps\tA man is awake\t2\n")
+    found = PIECES["snli"].read(tmp_path, 0)
+    assert found["test"] == [Text("A man sleeps", "A man is awake", 2.0)]
+    assert {each.label for each in found["train"]} == {0.0, 1.0, 2.0}
+    assert not {each.first for each in found["train"]} & {each.first for each in found["dev"]}  # a premise, one side
+    columns = ["index", "promptID", "pairID", "genre", "p", "q", "r", "s", "sentence1", "sentence2", "gold_label"]
+    rows = [[*map(str, range(8)), f"one {i}", "two", "entailment"] for i in range(100)]
+    for name, label in (("train", ""), ("dev_matched", "neutral"), ("dev_mismatched", "contradiction")):
+        lines = [columns, *([*row[:-1], label or row[-1]] for row in rows)]
+        write(tmp_path / f"MNLI/{name}.tsv", "".join("\t".join(line) + "\n" for line in lines))
+    matched, mismatched = (PIECES[name].read(tmp_path / "MNLI", 0) for name in ("mnli", "mnli-mm"))
+    assert matched["test"][0] == Text("one 0", "two", 1.0)
+    assert mismatched["test"][0] == Text("one 0", "two", 2.0)
+    assert (len(matched["train"]), len(matched["dev"])) == (98, 2)
+    assert matched["train"][0].label == 0.0
+
+
 def test_wnli_mixes_files_with_and_without_a_header(tmp_path: Path) -> None:
     write(tmp_path / "wnli/train.tsv", "index\tsentence1\tsentence2\tlabel\n1\ta\tb\t1\n")
     write(tmp_path / "wnli/val.tsv", "0\tc\td\t0\n")

@@ -15,12 +15,24 @@ pytest.importorskip("accelerate", reason='needs the extra "train"')
 pytest.importorskip("matplotlib", reason='needs the extra "cli"')
 
 from clusterattn._rows import Row, dumps
-from clusterattn_papers.reproduce import Context, Experiment, clustered_fig8, clustered_table4, smyrf_rebuttal
+from clusterattn_papers.reproduce import (
+    Context,
+    Experiment,
+    clustered_fig8,
+    clustered_table4,
+    smyrf_mnli,
+    smyrf_rebuttal,
+)
 from clusterattn_papers.reproduce.clustered_fig8 import ClusteredFig8
 from clusterattn_papers.reproduce.clustered_table4 import ClusteredTable4
 from clusterattn_papers.reproduce.smyrf_rebuttal import BigGan, Block, Imdb
 
-EVERY = [*clustered_table4.EXPERIMENTS, *clustered_fig8.EXPERIMENTS, *smyrf_rebuttal.EXPERIMENTS]
+EVERY = [
+    *clustered_table4.EXPERIMENTS,
+    *clustered_fig8.EXPERIMENTS,
+    *smyrf_rebuttal.EXPERIMENTS,
+    *smyrf_mnli.EXPERIMENTS,
+]
 
 
 @pytest.fixture(scope="module")
@@ -198,3 +210,28 @@ def test_exact_attention_is_exact_in_the_block(smoked: dict[str, list[Row]]) -> 
     assert set(error) == {smyrf_rebuttal.PLAIN, smyrf_rebuttal.SDPA, *BigGan.scales["smoke"].methods}
     assert error["refined-6, top 6"] < error["clustered-6"]
     assert all(row["memory_bytes"] > 0 and row["seconds"] > 0 for row in smoked["smyrf-biggan"])
+
+
+def test_inference_is_judged_on_what_the_scale_has() -> None:
+    experiment = smyrf_mnli.Mnli()
+    small, paper = (experiment.scales[scale] for scale in ("small", "paper"))
+    assert "SNLI" in experiment.tables([], small)[0].title
+    assert "MNLI (matched)" in experiment.tables([], paper)[0].title
+    assert any("captions" in line for line in experiment.differences(small))
+    assert not any("captions" in line for line in experiment.differences(paper))
+    with pytest.raises(ValueError, match="matching"):
+        experiment.check(small, Context(torch.device("cpu"), None, Path()))
+    with pytest.raises(ValueError, match="mnli"):
+        experiment.check(paper, Context(torch.device("cpu"), None, Path()))
+
+
+def test_inference_tells_its_lead_beside_the_rebuttal_s() -> None:
+    scores = {"full": 0.8, "smyrf 2 × 32": 0.81, "smyrf 2 × 8": 0.7}
+    rows = [
+        {"trained": name, "method": name, "seed": seed, "accuracy": score + seed / 1000}
+        for name, score in scores.items()
+        for seed in range(3)
+    ]
+    said = " ".join(smyrf_mnli.Mnli().findings(rows, smyrf_mnli.Mnli.scales["small"]))
+    assert "+0.59 points; ours +1.0 ± 0.0 points accuracy (ahead)" in said
+    assert "-10.0" in said

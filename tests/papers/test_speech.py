@@ -16,12 +16,13 @@ from clusterattn.measure.reading import read_wav
 from clusterattn.measure.tasks import edits
 from clusterattn_papers.models import Answer, attending_with, attentions
 from clusterattn_papers.models.speech import SpeechEncoder, hide
-from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce import Context, _speech
 from clusterattn_papers.reproduce import clustered_speech as speech_tables
 from clusterattn_papers.reproduce import clustered_speech_figures as speech_figures
-from clusterattn_papers.reproduce._speech import SHOWN, SMALL, invented, thinned
+from clusterattn_papers.reproduce._speech import FINE_TUNED, PAPER, SHOWN, SMALL, invented, thinned
 from clusterattn_papers.tasks import batches, speech
 from clusterattn_papers.tasks.speech import Recording, Speech, Spelled
+from clusterattn_papers.train import checkpoint
 
 WORDS = {"ONE": "W AH N", "A": "AH", "A(2)": "EY", "B": "B IY"}
 
@@ -336,6 +337,51 @@ def test_smoke(kind: type, rows: dict[str, list[dict[str, object]]]) -> None:
     assert shown.findings([], config) == []
     picture = shown.picture(mine, config)
     assert (picture or b"").startswith(b"\x89PNG") == (kind in (speech_figures.Figure1, speech_figures.Figure7))
+
+
+def test_more_clusters_are_tuned_from_fewer_where_the_paper_does_so(rows: dict[str, list[dict[str, object]]]) -> None:
+    tuned = {
+        (row["trained"], row["layers"]): row["tuned_from"] for row in rows["clustered-table1"] if "tuned_from" in row
+    }
+    assert tuned == {("improved-200", 2): "improved-100"}
+    rule = FINE_TUNED[PAPER]
+    assert (rule.epochs, rule.lr) == (15, 1e-5)
+    assert {name: rule.start(name) for name, _ in PAPER.also} == {
+        "full": None,
+        "improved-100": None,
+        "improved-200": "improved-100",
+        "clustered-200": "clustered-100",
+        "clustered-300": "clustered-100",
+    }
+    assert SMALL not in FINE_TUNED
+    figure = speech_figures.Figure1()
+    assert "from scratch" in figure.differences(SMALL)[-1]
+    assert "15 epochs at 1e-05; published: 15 epochs" in figure.differences(PAPER)[-1]
+
+
+def test_tuning_starts_from_the_weights_that_were_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = speech_tables.ClusteredTable1()
+    config = table.scales["smoke"]
+    cells = {cell.name: cell for cell in table.cells(config)}
+    started: list[dict[str, torch.Tensor]] = []
+    fit = _speech.fit
+
+    def noted(task, model, settings, **options):  # type: ignore[no-untyped-def]
+        started.append({name: each.clone() for name, each in model.state_dict().items()})
+        return fit(task, model, settings, **options)
+
+    monkeypatch.setattr(_speech, "fit", noted)
+    for at, name in enumerate(("improved-100, 2 layers, seed 0", "improved-200, 2 layers, seed 0")):
+        table.run(cells[name], config, Context(torch.device("cpu"), None, tmp_path / str(at)))
+    kept = checkpoint.weights(tmp_path / "improved-100-2-0.safetensors")
+    assert len(started) == 2  # the first model was not trained again
+    assert kept.keys() == started[1].keys()
+    assert all(each.equal(started[1][name]) for name, each in kept.items())
+    assert any(not each.equal(started[0][name]) for name, each in kept.items())
+    elsewhere = tmp_path / "elsewhere" / "cell"
+    table.run(cells["improved-200, 2 layers, seed 0"], config, Context(torch.device("cpu"), None, elsewhere))
+    assert len(started) == 4  # nothing was left there: first the one, then the other
+    assert all(each.equal(started[3][name]) for name, each in kept.items())
 
 
 def test_table1_has_the_papers_cells(rows: dict[str, list[dict[str, object]]]) -> None:

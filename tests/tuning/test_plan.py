@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import clusterattn as ca
 
@@ -95,3 +96,11 @@ def test_without_transformers_the_extra_is_named() -> None:
         'transformers is not installed; clusterattn.hf needs it: pip install "clusterattn[hf]"',
         "module 'clusterattn' has no attribute 'nonsense'",
     ]
+
+
+def test_a_star_names_all_other_layers() -> None:
+    plan = ca.Plan({"*": "refined:clusters=9", "0.self_attn": "exact"}, exact_below=7)
+    assert ca.Plan.from_dict(plan.to_dict()) == plan
+    layers = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)))
+    report = ca.nn.swap(layers, plan)
+    assert [each.method for each in report.rows] == ["exact", *2 * [str(ca.Refined(clusters=9))]]

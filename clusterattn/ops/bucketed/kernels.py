@@ -157,11 +157,13 @@ def join_kernel(
     for one in tl.static_range(ROUNDS):
         place = (lead * ROUNDS + one) * n + at
         weight = tl.exp(tl.load(PART_LSE + place, mask=here, other=float("-inf")) - level)
-        total += weight
         part = tl.load(
             PART + place[:, None] * e + values[None, :], mask=(weight > 0)[:, None] & (values < e)[None, :], other=0.0
         )
-        out += weight[:, None] * part.to(tl.float32)
+        if one == 0:  # begin with the first: sums that begin with 0 trip Triton 3.6 where there is one round
+            total, out = weight, weight[:, None] * part.to(tl.float32)
+        else:
+            total, out = total + weight, out + weight[:, None] * part.to(tl.float32)
     safe = tl.where(total > 0, total, 1.0)
     out = out * (1.0 / safe)[:, None]
     lse = tl.where(total > 0, tl.log(safe) + (level - less), float("-inf"))

@@ -17,7 +17,7 @@ from .._op import op
 from . import reference
 from .reference import SLOPE_CLUSTERS, Found, Gradients, Reach
 
-__all__ = ["SLOPE_CLUSTERS", "Coarse", "Reach", "coarse", "top_keys"]
+__all__ = ["SLOPE_CLUSTERS", "Coarse", "Reach", "coarse", "shares", "top_keys"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,24 @@ def coarse(
         c, k, v, mask.keys, part_of, shares, scale, top, tangent, *blocks, count, name
     )
     return Coarse(out, lse, mean_key, near_at, near_lse, None if shares is None else slope)
+
+
+@op("shares")
+def _shares(counts: Tensor, like: Tensor, per: int, backend: str) -> Tensor:
+    found: Tensor = _backends.function("shares", backend)(counts, like, per)
+    return found
+
+
+@_shares.fake
+def _(counts: Tensor, like: Tensor, per: int, backend: str) -> Tensor:
+    return like.new_empty(counts.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def shares(counts: Tensor, per: int, like: Tensor, *, backend: str = "reference") -> Tensor:
+    """From the clusters' members (b h c), ``per`` clusters to a block (0: one block), their shares as ``coarse`` wants
+    them, in the dtype of ``like`` or better."""
+    found: Tensor = _shares(counts, like.detach(), per or counts.shape[-1], _backends.serving("shares", backend, like))
+    return found
 
 
 @op("top_keys")

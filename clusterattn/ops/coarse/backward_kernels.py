@@ -16,17 +16,17 @@ from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
 from .near import _limit, add_near
 from .reference import Reach
 from .slope import _near_down
-from .slope_backward import Pull, no_pull, pull_of
+from .slope_backward import Rows, pulled_rows
 
 
 @jit
 def prepare_kernel(
-    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, EXTRA, DY, DM, DELTA, BASE2, NEAR2, DN, total, d, e,
+    D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, DY, DM, DELTA, BASE2, NEAR2, DN, total, d, e,
     TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_NEAR: tl.constexpr, ODDS: tl.constexpr,
-    HAS_EXTRA: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """What backward wants of each row: gradients in the keys' dtype; delta; logs in base 2, 0 where nothing was seen.
-    ODDS: the gradient of the far lse is that of far against near. EXTRA is added to delta."""
+    ODDS: the gradient of the far lse is that of far against near."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
     inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
@@ -37,8 +37,6 @@ def prepare_kernel(
         dm = tl.load(D_MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0)
         delta += tl.sum(dm * tl.load(MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0), 1)
         tl.store(DM + row[:, None] * d + dims[None, :], dm.to(DM.dtype.element_ty), mask=across)
-    if HAS_EXTRA:
-        delta += tl.load(EXTRA + row, mask=here, other=0.0)
     tl.store(DY + row[:, None] * e + values[None, :], dy.to(DY.dtype.element_ty), mask=inside)
     tl.store(DELTA + row, delta, mask=here)
     lse = tl.load(LSE + row, mask=here, other=0.0)
@@ -248,6 +246,27 @@ class Given:
     near: tuple[Tensor, Tensor] | None  # (b*h c t d), (b*h c t e)
 
 
+def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) -> Rows:
+    """Without a slope."""
+    k, v = keys.k, keys.v
+    d, e, count, has_near = k.shape[3], v.shape[3], found.lse.numel(), reach.top > 0 and not reach.tangent
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=k.device)
+
+    dy, dm = new(count, e, dtype=v.dtype), new(count, d if reach.tangent else 0, dtype=k.dtype)
+    delta, base2, near2, dn = new(4, count)
+    launch(
+        prepare_kernel, (cdiv(count, 8),),
+        (given.out.contiguous(), given.mean_key.contiguous(), given.lse.contiguous(),
+        dn if given.near_lse is None else given.near_lse.contiguous(), found.out, found.mean_key, found.lse,
+        found.near_lse, dy, dm, delta, base2, near2, dn), (count, d, e),
+        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=given.near_lse is not None, ODDS=odds, BR=8, BD=power(d),
+        BE=power(e), num_warps=4,
+    )  # fmt: skip
+    return Rows(dy, dm, delta, base2, near2, dn, delta, delta, delta)
+
+
 def backward(
     given: Given, c: Tensor, keys: Arranged, pi: Tensor | None, found: Far, reach: Reach, *,
     foot: bool = False, odds: bool = False,
@@ -262,23 +281,16 @@ def backward(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=c.device)
 
-    pull: Pull = no_pull(given)
-    if given.slope is not None and pi is not None:
-        pull = pull_of(given, c, keys, pi, found, reach)
+    if pi is None:
+        row = _rows(given, keys, found, reach, odds)
+    else:
+        row = pulled_rows(given, c, keys, pi, found, reach)
     tile = tiles_for(k, v, clusters)
     tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
-    rows = lead * parts * clusters
-    dy, dm = new(rows, e, dtype=v.dtype), new(rows, d if reach.tangent else 0, dtype=k.dtype)
-    delta, base2, near2, dn = new(4, rows)
-    launch(
-        prepare_kernel, (cdiv(rows, 8),),
-        (pull.out, pull.mean_key, pull.lse, dn if given.near_lse is None else given.near_lse.contiguous(),
-        found.out, found.mean_key, found.lse, found.near_lse, pull.extra, dy, dm, delta, base2, near2, dn),
-        (rows, d, e),
-        TANGENT=reach.tangent, HAS_NEAR=has_near and not reach.tangent, HAS_D_NEAR=given.near_lse is not None,
-        ODDS=odds, HAS_EXTRA=pull.asked, BR=8, BD=tile["BD"], BE=tile["BE"], num_warps=4,
+    shared = (
+        c, k, v, keys.keep_or(c), found.bits, keys.first_or(c),
+        row.dy, row.dm, row.delta, row.base2, row.near2, row.dn,
     )  # fmt: skip
-    shared = (c, k, v, keys.keep_or(c), found.bits, keys.first_or(c), dy, dm, delta, base2, near2, dn)
     sizes = (
         clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words,
         parts,
@@ -286,7 +298,7 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
     flags: dict[str, Any] = {
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
-        "TANGENT": reach.tangent, "SLOPE": pull.asked, "PRECISION": precision(k), "num_warps": 4,
+        "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
     # keys of no part (padding) are nobody's: their gradients are 0
     fresh = torch.zeros if keys.first is not None else torch.empty
@@ -294,7 +306,7 @@ def backward(
     dv = fresh((b, hk, m, e), dtype=v.dtype, device=k.device)
     key_tiles = cdiv(m, tile["BM"]) + (2 * parts if keys.first is not None else 0)
     launch(
-        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, pull.amount, pull.per_key, pull.slope, dk, dv),
+        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
         num_stages=1, BP=power(parts, least=1), **flags, **tile,
     )  # fmt: skip
@@ -304,7 +316,7 @@ def backward(
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
     part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
     launch(
-        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, pull.amount, pull.per_key, part),
+        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, row.amount, row.per_key, part),
         (*sizes, splits, stretch, *strides), **flags, **tile,
     )  # fmt: skip
     launch(

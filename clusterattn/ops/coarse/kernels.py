@@ -48,7 +48,7 @@ def _stretch(FIRST, place, part, parts, m, split, splits, stretch, HAS_PARTS: tl
 
 @jit
 def coarse_fwd_kernel(
-    C, K, V, KEEP, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE,
+    C, K, V, KEEP, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE, LEVEL,
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
@@ -113,7 +113,10 @@ def coarse_fwd_kernel(
     if WHOLE:
         safe = tl.where(total > 0, total, 1.0)
         out, mean = out / safe[:, None], mean / safe[:, None]
-        tl.store(LSE + place, _natural(total, highest), mask=row < rows)
+        lse = _natural(total, highest)
+        tl.store(LSE + place, lse, mask=row < rows)
+        if TANGENT:
+            tl.store(LEVEL + place, _level(lse, mean.to(MEAN.dtype.element_ty), c, scale), mask=row < rows)
         if part == 0:
             tl.store(NEAR_LSE + lead * rows + row, _natural(near_total, near_highest), mask=row < rows)
     else:
@@ -121,9 +124,21 @@ def coarse_fwd_kernel(
         tl.store(STATS + place * 4 + 1, total, mask=row < rows)
         tl.store(STATS + place * 4 + 2, near_highest, mask=row < rows)
         tl.store(STATS + place * 4 + 3, near_total, mask=row < rows)
-    tl.store(OUT + place[:, None] * e + values[None, :], out, mask=(row[:, None] < rows) & (values[None, :] < e))
+    tl.store(
+        OUT + place[:, None] * e + values[None, :], out.to(OUT.dtype.element_ty),
+        mask=(row[:, None] < rows) & (values[None, :] < e),
+    )  # fmt: skip
     if TANGENT:
-        tl.store(MEAN + place[:, None] * d + dims[None, :], mean, mask=(row[:, None] < rows) & (dims[None, :] < d))
+        tl.store(
+            MEAN + place[:, None] * d + dims[None, :], mean.to(MEAN.dtype.element_ty),
+            mask=(row[:, None] < rows) & (dims[None, :] < d),
+        )  # fmt: skip
+
+
+@jit
+def _level(lse, mean, c, scale):
+    """What a query adds to its product with the mean key of a part, in base 2: the tangent's height at q = 0."""
+    return lse * 1.4426950408889634 - tl.sum(mean.to(tl.float32) * c.to(tl.float32), 1) * scale
 
 
 @jit
@@ -135,7 +150,7 @@ def _natural(total, highest):
 
 @jit
 def join_kernel(
-    PART, MEANS, STATS, OUT, MEAN, LSE, NEAR_LSE, rows, near_rows, d, e, splits,
+    PART, MEANS, STATS, C, OUT, MEAN, LSE, NEAR_LSE, LEVEL, rows, near_rows, d, e, splits, scale,
     TANGENT: tl.constexpr, ALL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The splits of a few rows into one answer each; near keys are counted with the first part alone."""
@@ -167,16 +182,22 @@ def join_kernel(
     safe = tl.where(total > 0, total, 1.0)[:, None]
     place = lead * rows + row
     inside = (row < rows)[:, None]
-    tl.store(OUT + place[:, None] * e + values[None, :], out / safe, mask=inside & (values < e)[None, :])
+    lse = _natural(total, level)
+    out, mean = (out / safe).to(OUT.dtype.element_ty), (mean / safe).to(MEAN.dtype.element_ty)
+    tl.store(OUT + place[:, None] * e + values[None, :], out, mask=inside & (values < e)[None, :])
     if TANGENT:
-        tl.store(MEAN + place[:, None] * d + dims[None, :], mean / safe, mask=inside & (dims < d)[None, :])
-    tl.store(LSE + place, _natural(total, level), mask=row < rows)
+        tl.store(MEAN + place[:, None] * d + dims[None, :], mean, mask=inside & (dims < d)[None, :])
+        centroid = lead * near_rows + row % near_rows
+        c = tl.load(C + centroid[:, None] * d + dims[None, :], mask=inside & (dims < d)[None, :], other=0.0)
+        tl.store(LEVEL + place, _level(lse, mean, c, scale), mask=row < rows)
+    tl.store(LSE + place, lse, mask=row < rows)
     tl.store(NEAR_LSE + lead * near_rows + row, _natural(near_total, near_level), mask=row < near_rows)
 
 
 @dataclass(frozen=True)
 class Far:
-    """What the centroids found, as kernels hold it: the rows of a part follow each other."""
+    """What the centroids found, as kernels hold it: the rows of a part follow each other. Means are in the dtype of the
+    keys and values where queries will attend to them, as to any key."""
 
     out: Tensor  # (b*h p c e)
     mean_key: Tensor  # (b*h p c d), or (b*h p c 0)
@@ -185,6 +206,7 @@ class Far:
     near_at: Tensor  # (b*h c t): among the arranged keys
     bits: Tensor  # (b*h c words): the same as a mask
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
+    level: Tensor | None = None  # (b*h p c): see _level; forward alone reads it
 
 
 def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
@@ -202,8 +224,8 @@ def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:
     return cdiv(m, stretch) if parts == 1 else splits, stretch
 
 
-def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
-    """c (b h c d) over the arranged keys; pi (b h c) where the slope is wanted."""
+def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: torch.dtype = torch.float32) -> Far:
+    """c (b h c d) over the arranged keys; pi (b h c) where the slope is wanted. dtype: of the means."""
     k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     c, top = c.to(k.dtype).contiguous(), min(reach.top, m)
@@ -218,19 +240,19 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
 
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=c.device)
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=c.device)
 
     width = d if reach.tangent else 0
-    out, mean = new(lead, parts, clusters, e), new(lead, parts, clusters, width)
-    lse, near_lse = new(lead, parts, clusters), new(lead, clusters)
+    out, mean = new(lead, parts, clusters, e, dtype=dtype), new(lead, parts, clusters, width, dtype=dtype)
+    lse, near_lse, level = new(lead, parts, clusters), new(lead, clusters), new(lead, parts, clusters)
     whole = splits == 1
     part = out if whole else new(lead, splits, parts, clusters, e)
     means = mean if whole else new(lead, splits, parts, clusters, width)
     stats = new(lead, 0 if whole else splits, parts, clusters, 4)
     launch(
         coarse_fwd_kernel, (splits * parts, row_tiles, lead),
-        (c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse),
+        (c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse, level),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
         stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
@@ -240,10 +262,10 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach) -> Far:
         few = min(32, power(splits, least=1))
         each = 32 // few
         launch(
-            join_kernel, (cdiv(parts * clusters, each), lead), (part, means, stats, out, mean, lse, near_lse),
-            (parts * clusters, clusters, d, e, splits),
+            join_kernel, (cdiv(parts * clusters, each), lead), (part, means, stats, c, out, mean, lse, near_lse, level),
+            (parts * clusters, clusters, d, e, splits, reach.scale * LOG2E),
             TANGENT=reach.tangent, ALL=power(splits, least=1), BR=each, BS=few, BD=tile["BD"], BE=tile["BE"],
             num_warps=4,
         )  # fmt: skip
-    found = Far(out, mean, lse, near_lse, near_at, bits, new(lead, 0, d, e))
+    found = Far(out, mean, lse, near_lse, near_at, bits, new(lead, 0, d, e, dtype=dtype), level)
     return found if pi is None else slope_of(found, c, keys, pi, reach)

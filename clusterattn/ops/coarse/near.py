@@ -124,10 +124,14 @@ def groups_kernel(BEST, CHOSEN, groups, top, BG: tl.constexpr, BT: tl.constexpr,
 @jit
 def select_kernel(
     SCORES, CHOSEN, NEAR, BITS, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
-    BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
+    for first in range(0, words, BW):
+        word = first + tl.arange(0, BW)
+        tl.store(BITS + row * words + word, tl.zeros((BW,), tl.int32), mask=word < words)
+    tl.debug_barrier()  # before the bits are set
     key = slot
     if not ALL:
         place = slot // GROUP
@@ -146,9 +150,10 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
-    tile = {"BC": min(64, power(clusters)), "BM": 128, "BD": power(d)}
+    # fp32 is multiplied number by number: large tiles take the compiler a minute
+    tile = {"BC": min(64 if half else 32, power(clusters)), "BM": 128 if half else 64, "BD": power(d)}
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
-    group = 0 if m <= max(512, 16 * top) else min(128, power(math.isqrt(m // top), least=8))
+    group = 0 if m <= max(512, 16 * top) else min(tile["BM"], power(math.isqrt(m // top), least=8))
     groups = cdiv(m, group) if group else 0
     scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
     best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
@@ -157,7 +162,8 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     launch(
         scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
         (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4, **tile,
+        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4,
+        num_stages=2, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
@@ -168,11 +174,11 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
             BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256)),
         )  # fmt: skip
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
-    bits = torch.zeros(lead, clusters, words, dtype=torch.int32, device=c.device)
+    bits = torch.empty(lead, clusters, words, dtype=torch.int32, device=c.device)
     many = few * group if group else power(m)
     launch(
         select_kernel, (lead * clusters,), (scores, chosen, near, bits), (m, words, top),
-        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
+        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, BW=min(1024, power(words)), WIDTH=width,
         num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits
@@ -200,8 +206,8 @@ def near_kernel(
         row, there = seat[:, None], (other < total)[:, None]
         k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
         v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-        dk += tl.dot(same.to(k.dtype), k, input_precision="ieee")
-        dv += tl.dot(same.to(v.dtype), v, input_precision="ieee")
+        dk += tl.dot(same.to(k.dtype), k, input_precision="tf32x3")
+        dv += tl.dot(same.to(v.dtype), v, input_precision="tf32x3")
         start += BN
         following = tl.load(TOKENS + tl.minimum(start, total - 1))
         going = (start < total) & (following == last)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import tables
@@ -174,6 +175,14 @@ def _finite(lse: Tensor) -> Tensor:
     return torch.where(lse == NEVER, 0.0, lse)
 
 
+def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
+    counts = counts.to(wide(like).dtype)
+    by_block = counts.view(*counts.shape[:2], counts.shape[-1] // per, per)
+    few = by_block[..., :SLOPE_CLUSTERS]
+    few = few / few.sum(-1, keepdim=True).clamp(min=1)
+    return F.pad(few, (0, by_block.shape[-1] - few.shape[-1])).flatten(-2)
+
+
 def _shares(lse: Tensor) -> Tensor:
     """The share of each part in the far weight: (... p); 0 where nothing is far."""
     return torch.exp(lse - _finite(lse.logsumexp(-1, keepdim=True)))
@@ -216,7 +225,7 @@ def _forward(
     for p in _pieces(_by_key_head(c, hk), keys, reach):
         place, shape, few = (p.heads, slice(None), p.rows), p.shape, min(top, p.scores.shape[-1])
         if few:
-            best, at = p.scores.topk(few, -1, sorted=False)
+            best, at = _best(p, keys, few)
             near_lse[place] = best.logsumexp(-1).view(shape)
             p.scores.scatter_(-1, at, NEVER)
             if keys.at is not None:
@@ -243,6 +252,12 @@ def _forward(
         lse.view(b, h, rows, parts), near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
         slope.view(b, h, blocks, d, e),
     )  # fmt: skip
+
+
+def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
+    """The highest scores of each row, and where among these keys they are (benchmarks/fuzz.py puts a kernel's choice
+    in its place, to tell ties from mistakes)."""
+    return p.scores.topk(few, -1, sorted=False)
 
 
 def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:

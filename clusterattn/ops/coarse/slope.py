@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl
+from .._jit import jit, power, precision, registers, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .reference import SLOPE_CLUSTERS, Reach
@@ -73,8 +73,8 @@ def slope_kernel(
     wide, long = dims < d, values < e
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
     begin, end = block * per, (block + 1) * per  # the block's clusters
-    kappa = tl.load(MEAN + (lead * parts * rows + begin) * d + dims, mask=wide, other=0.0)
-    nu = tl.load(OUT + (lead * parts * rows + begin) * e + values, mask=long, other=0.0)
+    kappa = tl.load(MEAN + (lead * parts * rows + begin) * d + dims, mask=wide, other=0.0).to(tl.float32)
+    nu = tl.load(OUT + (lead * parts * rows + begin) * e + values, mask=long, other=0.0).to(tl.float32)
     limit = m
     if per == 0:
         end = rows
@@ -120,10 +120,57 @@ def slope_kernel(
             weight = tl.where(there, tl.exp2(lse * 1.4426950408889634 - level), 0.0)[:, None]
             x = tl.load(MEAN + at[:, None] * d + dims[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             y = tl.load(OUT + at[:, None] * e + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
+            x, y = x.to(tl.float32), y.to(tl.float32)
             x, y = tl.where(weight > 0, (x - kappa[None, :]) * weight, 0.0), tl.where(weight > 0, y - nu[None, :], 0.0)
             total -= tl.dot(tl.trans(x.to(K.dtype.element_ty)), y.to(V.dtype.element_ty), input_precision=PRECISION)
     to = ((lead * tl.num_programs(1) + block) * splits + split) * d
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
+
+
+@jit
+def added_kernel(PART, TOTAL, size, splits, BS: tl.constexpr, BX: tl.constexpr):
+    """TOTAL (lead size): the sum of PART (lead splits size), split by split."""
+    lead, at, split = tl.program_id(1).to(tl.int64), tl.program_id(0) * BX + tl.arange(0, BX), tl.arange(0, BS)
+    total = tl.zeros((BX,), tl.float32)
+    for first in range(0, splits, BS):
+        mask = (first + split < splits)[:, None] & (at < size)[None, :]
+        place = (lead * splits + first + split)[:, None] * size + at[None, :]
+        total += tl.sum(tl.load(PART + place, mask=mask, other=0.0), 0)
+    tl.store(TOTAL + lead * size + at, total.to(TOTAL.dtype.element_ty), mask=at < size)
+
+
+def added(part: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(lead splits d e) -> (lead d e)."""
+    lead, splits, d, e = part.shape
+    total = torch.empty(lead, d, e, dtype=dtype, device=part.device)
+    launch(
+        added_kernel, (cdiv(d * e, 256), lead), (part, total), (d * e, splits),
+        BS=min(16, power(splits, least=1)), BX=256, num_warps=4,
+    )  # fmt: skip
+    return total
+
+
+@jit
+def shares_kernel(COUNTS, OUT, c, per, few, BC: tl.constexpr):
+    """OUT: each of the first few clusters' share of their block's queries, 0 for the others."""
+    block, lead, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BC)
+    at = lead * c + block * per + which
+    count = tl.load(COUNTS + at, mask=which < few, other=0).to(tl.float32)
+    tl.store(OUT + at, count / tl.maximum(tl.sum(count, 0), 1.0), mask=which < few)
+    for first in range(0, per, BC):
+        rest = first + which
+        tl.store(OUT + lead * c + block * per + rest, tl.zeros((BC,), tl.float32), mask=(rest >= few) & (rest < per))
+
+
+def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
+    """counts (b h c) of blocks of ``per`` clusters."""
+    counts = counts.contiguous()
+    (b, h, c), few = counts.shape, min(SLOPE_CLUSTERS, per)
+    out = torch.empty(b, h, c, dtype=torch.float32, device=counts.device)
+    launch(
+        shares_kernel, (c // per, b * h), (counts, out), (c, per, few), BC=power(SLOPE_CLUSTERS), num_warps=1
+    )
+    return out
 
 
 def _sizes(keys: Arranged) -> dict[str, Any]:
@@ -165,6 +212,6 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
         BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
-        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, **tile,
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=1, **registers(k, v), **tile,
     )  # fmt: skip
-    return replace(found, slope=part.sum(2))
+    return replace(found, slope=added(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))

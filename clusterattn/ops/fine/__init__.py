@@ -131,12 +131,12 @@ def _(
     lead, slope = b * h, pi is not None
     return (
         q.new_empty((b, h, n, e), dtype=v.dtype), q.new_empty((b, h, n), dtype=wide_),
-        q.new_empty((b, h, n if slope else 0), dtype=wide_), q.new_empty((lead, parts, clusters, e), dtype=wide_),
-        q.new_empty((lead, parts, clusters, d if MASSES[mass] == "tangent" else 0), dtype=wide_),
+        q.new_empty((b, h, n if slope else 0), dtype=wide_), q.new_empty((lead, parts, clusters, e), dtype=k.dtype),
+        q.new_empty((lead, parts, clusters, d if MASSES[mass] == "tangent" else 0), dtype=k.dtype),
         q.new_empty((lead, parts, clusters), dtype=wide_), q.new_empty((lead, clusters), dtype=wide_),
         q.new_empty((lead, clusters, min(top, m)), dtype=torch.int64),
         q.new_empty((lead, clusters, (m + 31) // 32 if top else 0), dtype=torch.int32),
-        q.new_empty((lead, 1 if slope else 0, d, e), dtype=wide_),
+        q.new_empty((lead, 1 if slope else 0, d, e), dtype=k.dtype),
     )  # fmt: skip
 
 

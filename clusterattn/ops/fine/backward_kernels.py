@@ -12,6 +12,7 @@ from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
+from ..coarse.slope import added
 from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
@@ -298,7 +299,7 @@ def backward(
             BS=64 if (power(d) + power(e)) * q.element_size() <= 512 else 32, BD=power(d), BE=power(e),
             PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
         )  # fmt: skip
-        d_slope = part.sum(1)
+        d_slope = added(part)
     given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, (near_dk, near_dv) if top else None)
     dc, dk, dv = coarse_backward.backward(
         given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import jit, power, precision, registers, rows, tl
 from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
@@ -57,7 +57,7 @@ def _part_keys(
     at = (lead * parts + part) * c + which
     level = tl.load(FAR_LSE + at, mask=there, other=float("-inf")) * 1.4426950408889634
     v = _gather(FAR, 0, at, e, values, e, there)
-    k = _gather(FAR, 0, at, 0, dims, 0, there).to(like)
+    k = _gather(FAR, 0, at, 0, dims, 0, there).to(like)  # zeros
     if MASS == 1:
         k = _gather(MEAN, 0, at, d, dims, d, there).to(like)
         centroid = _row(C, lead * c + which, dims, d)
@@ -67,7 +67,7 @@ def _part_keys(
 
 @jit
 def fine_fwd_kernel(
-    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, NEAR_LSE, SLOPE, ORDER, FIRST, OUT, LSE, FAR_SHARE,
+    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, FIRST, OUT, LSE, FAR_SHARE,
     n, c, t, parts, d, e, heads, group, scale, natural_scale, per, splits,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
     MASS: tl.constexpr, HAS_SLOPE: tl.constexpr,
@@ -103,17 +103,22 @@ def fine_fwd_kernel(
                 highest, total = new, total * fade + tl.sum(p, 1)
             if MASS != 2:
                 for first in range(0, parts, BP):
-                    k, v, bias = _part_keys(
-                        MEAN, FAR, FAR_LSE, C, lead, which, c, first + tl.arange(0, BP), parts, dims, values, d, e,
-                        scale, q.dtype, MASS,
-                    )  # fmt: skip
-                    s = tl.zeros((BS, BP), tl.float32) + bias[None, :]
+                    part = first + tl.arange(0, BP)
+                    there = part < parts
+                    at = (lead * parts + part) * c + which
+                    v = _gather(FAR, 0, at, e, values, e, there)
+                    s = tl.zeros((BS, BP), tl.float32)
                     if MASS == 1:
+                        k = _gather(MEAN, 0, at, d, dims, d, there)
+                        bias = tl.load(LEVEL + at, mask=there, other=float("-inf"))
                         s += tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                    else:
+                        bias = tl.load(FAR_LSE + at, mask=there, other=float("-inf")) * 1.4426950408889634
+                    s += bias[None, :]
                     new = tl.maximum(highest, tl.max(s, 1))
                     level = tl.where(new == float("-inf"), 0.0, new)
                     p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
-                    out = out * fade[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+                    out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
                     highest, total = new, total * fade + tl.sum(p, 1)
                     far_total = far_total * fade + tl.sum(p, 1)
         safe = tl.where(total > 0, total, 1.0)
@@ -181,7 +186,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, coarse.Far, Arranged]:  # fmt: skip
     """out, lse, each query's share of far attention (for backward, where there is a slope), and what coarse found."""
     keys, reach = arrange(k, v, keep, part_order, part_first), settings.reach
-    found = coarse.forward(c, keys, pi, reach)
+    found = coarse.forward(c, keys, pi, reach, k.dtype)
+    assert found.level is not None
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
     shape, splits = tiling(q, v, clusters, top, reach.parts, 64)
@@ -190,9 +196,10 @@ def forward(
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
     launch(
         fine_fwd_kernel, ((clusters + 1) * splits, b * h),
-        (q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.near_lse, found.slope, order, first,
-        out, lse, share), (n, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
-        reach.per, splits, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=2, **shape,
+        (q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.level, found.near_lse, found.slope,
+        order, first, out, lse, share),
+        (n, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale, reach.per, splits,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=1, **registers(k, v), **shape,
     )  # fmt: skip
     return out, lse, share, found, keys

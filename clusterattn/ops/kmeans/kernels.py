@@ -179,8 +179,7 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def _tile(points: Tensor) -> tuple[int, int]:
     """Rows per tile and warps, by the width of a row."""
-    wide = power(points.shape[-1])
-    return (256 if points.element_size() == 2 else 128, 4) if wide <= 64 else (64, 4)
+    return (128 if points.element_size() == 2 or power(points.shape[-1]) <= 64 else 64, 4)
 
 
 def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
@@ -196,7 +195,7 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
         nearest_kernel, (cdiv(n, tile), b * h),
         (points, origin if origin is not None else right, right, offset.float().contiguous(), found),
         (n, d, c, h, *points.stride()[:3]),
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(128, power(c)),
+        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(32, power(c)),
         PRECISION=precision(points), num_warps=warps,
     )  # fmt: skip
     return found

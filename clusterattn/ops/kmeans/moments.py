@@ -12,16 +12,18 @@ from .._launch import cdiv, launch, workspace
 @jit
 def moments_kernel(
     K, KEEP, AT, SECOND, FIRST, m, d, heads, splits, stretch, skb, skh, skm, sab, sah,
-    HAS_KEEP: tl.constexpr, HAS_AT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_AT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of k kT and of (k, 1) over a stretch of keys, relative to the first key: a shared offset costs no digits.
+    """Sums of k kT, BC of its columns, and of (k, 1) over a stretch of keys, relative to the first key: a shared offset
+    costs no digits.
 
     HAS_AT: over the keys at positions AT (lead m), -1 being none."""
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    dims = tl.arange(0, BD)
+    dims, columns = tl.arange(0, BD), tl.program_id(2) * BC + tl.arange(0, BC)
     base = K + (lead // heads) * skb + (lead % heads) * skh
     shift = tl.load(base + dims, mask=dims < d, other=0.0).to(tl.float32)
-    second, first, count = tl.zeros((BD, BD), tl.float32), tl.zeros((BD,), tl.float32), 0.0
+    second, first, count = tl.zeros((BD, BC), tl.float32), tl.zeros((BD,), tl.float32), 0.0
     for start in range(split * stretch, min(m, (split + 1) * stretch), BM):
         key = start + tl.arange(0, BM)
         real = key < min(m, (split + 1) * stretch)
@@ -34,15 +36,26 @@ def moments_kernel(
             base + key.to(tl.int64)[:, None] * skm + dims[None, :], mask=real[:, None] & (dims < d)[None, :], other=0.0
         )
         moved = tl.where(real[:, None], k.to(tl.float32) - shift[None, :], 0.0)
-        second += tl.dot(tl.trans(moved.to(k.dtype)), moved.to(k.dtype), input_precision=PRECISION)
+        some = moved.to(k.dtype)
+        if BC < BD:
+            some = tl.load(
+                base + key.to(tl.int64)[:, None] * skm + columns[None, :],
+                mask=real[:, None] & (columns < d)[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            offset = tl.load(base + columns, mask=columns < d, other=0.0).to(tl.float32)
+            some = tl.where(real[:, None], some - offset[None, :], 0.0).to(k.dtype)
+        second += tl.dot(tl.trans(moved.to(k.dtype)), some, input_precision=PRECISION)
         first += tl.sum(moved, 0)
         count += tl.sum(real.to(tl.float32))
     out = lead * splits + split
     tl.store(
-        SECOND + out * d * d + dims[:, None] * d + dims[None, :], second, mask=(dims < d)[:, None] & (dims < d)[None, :]
+        SECOND + out * d * d + dims[:, None] * d + columns[None, :],
+        second,
+        mask=(dims < d)[:, None] & (columns < d)[None, :],
     )
-    tl.store(FIRST + out * (d + 1) + dims, first, mask=dims < d)
-    tl.store(FIRST + out * (d + 1) + d, count)
+    if tl.program_id(2) == 0:
+        tl.store(FIRST + out * (d + 1) + dims, first, mask=dims < d)
+        tl.store(FIRST + out * (d + 1) + d, count)
 
 
 @jit
@@ -77,17 +90,19 @@ def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
     b, hk, m, d = k.shape
     if at is not None:
         m, keep, at = at.shape[2], None, at if at.stride(-1) == 1 else at.contiguous()
-    tile = 64 if power(d) > 64 else 128
+    tile = 32 if power(d) * k.element_size() > 512 else 64 if power(d) > 64 else 128
     splits = max(1, min(cdiv(m, 2 * tile), cdiv(264, b * hk)))
     stretch = cdiv(cdiv(m, splits), tile) * tile
     second, first = workspace(
         k.device, ((b, hk, splits, d, d), torch.float32), ((b, hk, splits, d + 1), torch.float32)
     )
+    columns = min(64, power(d))  # more would not fit registers
     launch(
-        moments_kernel, (splits, b * hk),
+        moments_kernel, (splits, b * hk, cdiv(d, columns)),
         (k, keep.contiguous() if keep is not None else k, at if at is not None else k, second, first),
         (m, d, hk, splits, stretch, *k.stride()[:3], *(at.stride()[:2] if at is not None else (0, 0))),
-        HAS_KEEP=keep is not None, HAS_AT=at is not None, BM=tile, BD=power(d), PRECISION=precision(k), num_warps=4,
+        HAS_KEEP=keep is not None, HAS_AT=at is not None, BM=tile, BD=power(d), BC=columns,
+        PRECISION=precision(k), num_warps=4 if power(d) <= 64 else 8,
     )  # fmt: skip
     cov = torch.empty(b, hk, d, d, dtype=torch.float32, device=k.device)
     launch(

@@ -32,35 +32,38 @@ def count_kernel(LABELS, COUNTS, n, c, stretches, BN: tl.constexpr, BC: tl.const
 
 
 @jit
-def scan_kernel(COUNTS, FIRST, c, stretches, BS: tl.constexpr, BC: tl.constexpr):
-    """FIRST (lead c+2): where each cluster begins. COUNTS becomes, for each stretch and cluster, where the stretch's
-    rows of this cluster begin, less the rows that stand before them in the sorted stretch."""
-    lead, part, which = tl.program_id(0).to(tl.int64), tl.arange(0, BS), tl.arange(0, BC)
+def scan_kernel(COUNTS, TOTAL, c, stretches, BS: tl.constexpr, BC: tl.constexpr):
+    """COUNTS becomes, for each stretch and cluster, how many of the cluster's rows stand in stretches before it; TOTAL
+    (lead c+1) how many there are. A few clusters to a program."""
+    lead, part = tl.program_id(1).to(tl.int64), tl.arange(0, BS)
+    which = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BC,), tl.int32)
-    for first in range(0, stretches, BS):
-        row = lead * stretches + first + part
-        mask = (first + part < stretches)[:, None] & (which <= c)[None, :]
-        total += tl.sum(tl.load(COUNTS + row[:, None] * (c + 1) + which[None, :], mask=mask, other=0), 0)
-    begin = tl.cumsum(total, 0) - total
-    tl.store(FIRST + lead * (c + 2) + which, begin, mask=which <= c + 1)  # past the last cluster: all rows
     for first in range(0, stretches, BS):
         row = lead * stretches + first + part
         mask = (first + part < stretches)[:, None] & (which <= c)[None, :]
         place = COUNTS + row[:, None] * (c + 1) + which[None, :]
         count = tl.load(place, mask=mask, other=0)
-        inside = tl.cumsum(count, 1) - count
-        tl.store(place, begin[None, :] + tl.cumsum(count, 0) - count - inside, mask=mask)
-        begin += tl.sum(count, 0)
+        tl.store(place, total[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        total += tl.sum(count, 0)
+    tl.store(TOTAL + lead * (c + 1) + which, total, mask=which <= c)
 
 
 @jit
-def place_kernel(LABELS, BEGIN, ORDER, n, c, stretches, BN: tl.constexpr):
+def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, stretches, BN: tl.constexpr, BC: tl.constexpr):
+    """ORDER (lead n), and FIRST (lead c+2): where each cluster begins."""
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = tl.arange(0, BN)
-    sorted_rows = tl.sort(_homes(LABELS, lead, stretch * BN + at, n, c) * BN + at)
+    at, which = tl.arange(0, BN), tl.arange(0, BC)
+    homes = _homes(LABELS, lead, stretch * BN + at, n, c)
+    total = tl.load(TOTAL + lead * (c + 1) + which, mask=which <= c, other=0)
+    begin = tl.cumsum(total, 0) - total
+    if stretch == 0:
+        tl.store(FIRST + lead * (c + 2) + which, begin, mask=which <= c + 1)  # past the last cluster: all rows
+    mine = tl.histogram(homes, BC)
+    begin += tl.load(BEFORE + (lead * stretches + stretch) * (c + 1) + which, mask=which <= c, other=0)
+    begin -= tl.cumsum(mine, 0) - mine  # the rows of other clusters that stand before them in the sorted stretch
+    sorted_rows = tl.sort(homes * BN + at)
     home, row = sorted_rows // BN, sorted_rows % BN
-    begin = tl.load(BEGIN + (lead * stretches + stretch) * (c + 1) + home, mask=home <= c, other=0)
-    tl.store(ORDER + lead * n + begin + at, stretch * BN + row, mask=home <= c)
+    tl.store(ORDER + lead * n + tl.gather(begin, home, 0) + at, stretch * BN + row, mask=home <= c)
 
 
 def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
@@ -69,15 +72,20 @@ def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     lead, n = labels.shape
     tile = min(STRETCH, power(n))
     stretches = cdiv(n, tile)
-    (counts,) = workspace(labels.device, ((lead, stretches, clusters + 1), torch.int32))
+    counts, total = workspace(
+        labels.device, ((lead, stretches, clusters + 1), torch.int32), ((lead, clusters + 1), torch.int32)
+    )
     first = torch.empty(lead, clusters + 2, dtype=torch.int32, device=labels.device)
     order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
     wide = power(clusters + 2)
     sizes = (n, clusters, stretches)
     launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
-    few = min(max(1, 8192 // wide), power(stretches, least=1))
-    launch(scan_kernel, (lead,), (counts, first), sizes[1:], BS=few, BC=wide, num_warps=8)
-    launch(place_kernel, (stretches, lead), (labels, counts, order), sizes, BN=tile, num_warps=4)
+    few, across = min(64, power(stretches, least=1)), min(64, wide)
+    launch(scan_kernel, (cdiv(clusters + 1, across), lead), (counts, total), sizes[1:], BS=few, BC=across, num_warps=4)
+    launch(
+        place_kernel, (stretches, lead), (labels, counts, total, first, order), sizes, BN=tile, BC=wide,
+        num_warps=4 if wide <= 1024 else 8,
+    )  # fmt: skip
     return order, first
 
 
