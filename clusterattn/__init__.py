@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from ._attention import attention, attention_matrix, groups
 from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
+from ._varlen import varlen_attention
 from .methods import (
     METHODS,
     Auto,
@@ -89,6 +90,7 @@ __all__ = [
     "nn",
     "parallel",
     "tune",
+    "varlen_attention",
 ]
 
 

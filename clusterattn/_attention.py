@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ._documents import Starts, of_rows
 from ._errors import bad_type, bad_value
 from ._replay import known
 from ._types import Attended, Buckets, Call, Clusters, Groups, Mask, Method, Parts
@@ -66,6 +67,7 @@ def attention(
     key_lengths: Tensor | None = None,
     query_mask: Tensor | None = None,
     causal: bool = False,
+    documents: Tensor | tuple[Tensor, Tensor] | Starts | None = None,
     scale: float | None = None,
     generator: torch.Generator | None = None,
     seed: int | Tensor = 0,
@@ -92,6 +94,9 @@ def attention(
             elsewhere looking would wait for the device, and a length below 0 acts as 0, one beyond m as m
         query_mask: bool (b n), True = a real query; others answer 0
         causal: queries see keys up to their own position, the last query beside the last key (bottom-right)
+        documents: whole numbers (b n), or a pair (b n), (b m): tokens of one row with one number are a document, which
+            is grouped and answered as if it were alone; tokens below 0 are nobody's. The host reads the numbers once,
+            for as long as the tensors live. ``ca.varlen_attention`` says more
         scale: of the logits, 1/sqrt(d) by default
         generator: yields the seed, one number for each call
         seed: same inputs and seed, same answer; the global RNG is never touched. A tensor that holds the seed is read
@@ -114,12 +119,12 @@ def attention(
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     ordinary = partial(
         _attention, method=method, key_mask=key_mask, key_lengths=key_lengths, query_mask=query_mask, causal=causal,
-        scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups, state=state,
-        points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
+        documents=documents, scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups,
+        state=state, points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
     )  # fmt: skip
     if (
         torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or type(seed) is not int
-        or not isinstance(method, (str, Method)) or return_state or dropout_p
+        or not isinstance(method, (str, Method)) or return_state or dropout_p or documents is not None
         or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
     ):  # fmt: skip
         return ordinary(q, k, v, seed)
@@ -137,13 +142,23 @@ def attention(
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, seed: int | Tensor, *, method: MethodSpec, key_mask: Tensor | None,
-    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, scale: float | None,
+    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, documents: Any, scale: float | None,
     generator: torch.Generator | None, dropout_p: float, backend: str, groups: Groups, state: Any,
     points: Tensor | None, attn_mask: Tensor | None, return_lse: bool, return_state: bool,
 ) -> Any:  # fmt: skip
     """The call as it is made for the first time: nothing is known of it."""
     recipe = as_method(method)
     q, k, v = _cast(q, k, v)
+    if documents is not None:
+        for word, value in (("attn_mask", attn_mask), ("groups", groups), ("return_state", return_state or None)):
+            if value is not None:
+                raise bad_value(f"documents without {word}=", "both", "a call for each document")
+        recipe = Exact() if isinstance(recipe, Auto) and dropout_p > 0.0 else recipe
+        call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, False, scale, generator, seed, backend, points)
+        call = _with_extras(call, recipe, q, k, None, dropout_p, state, return_lse, False)
+        nothing: dict[str, Any] = dict.fromkeys(("key_lengths", "generator", "groups", "attn_mask", "documents"))
+        alone = partial(_attention, return_state=False, **nothing)  # lengths seldom come again: no call is replayed
+        return of_rows(alone, recipe, q, k, v, documents, query_mask, bool(causal), backend, call)
     recipe = _filled(recipe, q, k, v, causal, _only(attn_mask, dropout_p, groups))
     call = _call(recipe, q, k, v, key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points)
     call = _with_extras(call, recipe, q, k, attn_mask, dropout_p, state, return_lse, return_state)
@@ -227,6 +242,8 @@ def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: A
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
             raise bad_value("attention_matrix without " + name, f"{name}={options[name]!r}", "ca.attention")
+    if options.get("documents") is not None:
+        raise bad_value("attention_matrix without documents", "documents", "a matrix for each document")
     if q.dim() != 4 or k.dim() != 4:
         return attention(q, k, k, **options)  # type: ignore[no-any-return]  # `attention` will say what is wrong with these
     recipe = as_method(options.pop("method", DEFAULT))
@@ -284,9 +301,7 @@ def _only(
     return None if groups is None else Refined
 
 
-def _filled(
-    recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: type[Method] | None = None
-) -> Method:
+def _filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: type[Method] | None = None) -> Method:
     """The recipe with what it leaves open chosen for this call: Auto's method (``only`` what the call asks for), and
     sizes. Shapes that do not agree are refused later."""
     (b, h, n, d), (hk, m), e = q.shape, k.shape[1:3], v.shape[3]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._documents import Starts
 from ._errors import bad_value
 from ._plan import LayerPlan
 from ._types import Method
@@ -28,6 +29,7 @@ class LayerCall:
         method: the method that answers
         out: (b h n e), the answer
         seed: of the method's draws
+        documents: (b n) or cu_seqlens, where a row holds several (in self-attention)
     """
 
     q: Tensor
@@ -40,6 +42,7 @@ class LayerCall:
     method: LayerPlan
     out: Tensor | None = None
     seed: int = 0
+    documents: Tensor | Starts | None = None
 
     def answer(self, method: LayerPlan | None = None) -> Tensor:
         """(b h n e): what the call's method answers, or what another would.
@@ -48,7 +51,7 @@ class LayerCall:
             method: another one, or one for each query head; None: the call's own
         """
         asked = self if method is None else replace(self, method=method)
-        if self.key_mask is None or not self.causal or self.q.shape[2] != self.k.shape[2]:
+        if self.documents is not None or self.key_mask is None or not self.causal or self.q.shape[2] != self.k.shape[2]:
             return asked._by_head()
         # Causal methods cut positions into blocks: with the padding moved behind the tokens, a padded sequence is cut
         # where it would be alone. Order is kept, so who comes before whom is too.
@@ -87,6 +90,7 @@ class LayerCall:
             key_mask=self.key_mask,
             query_mask=self.query_mask,
             causal=self.causal,
+            documents=self.documents,
             scale=self.scale,
             seed=self.seed,
         )

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from ._documents import Starts
 from ._types import Groups
 from .methods import MethodSpec
 
@@ -19,6 +20,7 @@ class AttentionOptions(TypedDict, total=False):
     key_lengths: Tensor | None
     query_mask: Tensor | None
     causal: bool
+    documents: Tensor | tuple[Tensor, Tensor] | Starts | None
     scale: float | None
     generator: torch.Generator | None
     seed: int | Tensor

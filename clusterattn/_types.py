@@ -192,6 +192,7 @@ class Method:
     causality: ClassVar[str] = "no"  # "strict", "value" or "no"; see docs/laws.md
     self_only: ClassVar[bool] = False  # needs as many keys as queries
     stateful: ClassVar[bool] = False
+    positional: ClassVar[bool] = False  # does it matter beside which key a query stands, also when not causal?
     groups_type: ClassVar[type | None] = None  # what group() makes: Clusters, Buckets or nothing
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Groups, Any]:

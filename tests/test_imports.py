@@ -25,10 +25,12 @@ LAYERS = (
     ("clusterattn._rows", "clusterattn._types"),
     ("clusterattn.ops",),
     ("clusterattn.methods",),
+    ("clusterattn._documents",),
     (
         "clusterattn._attention",
         "clusterattn._replay",
         "clusterattn._options",
+        "clusterattn._varlen",
         "clusterattn._plan",
         "clusterattn._report",
         "clusterattn._layer_call",

@@ -18,8 +18,9 @@ from .swap import FoundLayer, attach, find, make_stamp, plain, put_back
 def observe(model: nn.Module, fn: Callable[[str, LayerCall], None]) -> Iterator[None]:
     """Call ``fn(name, call)`` after each attention call that a method serves or could serve.
 
-    The model may be swapped or not; answers do not change. Single tokens of decoding and calls that have to stay exact
-    (see the report of ``swap``) are not shown. ``call.answer(other)`` is what another method would have said.
+    The model may be swapped or not; answers do not change. Single tokens of decoding, packed documents and calls that
+    have to stay exact (see the report of ``swap``) are not shown. ``call.answer(other)`` is what another method would
+    have said.
 
     Args:
         model: a transformers model, swapped or not

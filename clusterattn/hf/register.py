@@ -1,9 +1,10 @@
 """The two functions that transformers calls: one makes masks, once per forward pass, one answers for a layer.
 
 Masks stay small. Where a mask says no more than causality and padding, the layers get the padding alone: bool (b m),
-or None. Everything else (windows, packed sequences, overlays, caches of unknown filling) stays the dense mask of SDPA,
-and dense masks are answered exactly. This is the contract of flash attention in transformers, so models that support
-that are the models that can be swapped.
+or None; of packed sequences they get the numbers of the documents, int64 (b m). Everything else (windows, overlays,
+caches of unknown filling) stays the dense mask of SDPA, and dense masks are answered exactly, except where they only
+tell documents apart. This is the contract of flash attention in transformers, so models that support that are the
+models that can be swapped.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from .._documents import Starts
 from .._layer_call import LayerCall
 from .._plan import LayerPlan, check_exact_below, is_plan
 from .._report import log_once
 from .._types import Method
 from ..methods import Exact, Refined
 from ..methods import method as as_method
-from . import over_ranks
+from . import over_ranks, packed
 
 NAME = "clusterattn"
 """The attention implementation: every layer, by the method that the config names or else Refined()."""
@@ -100,6 +102,24 @@ def mask(
     return None
 
 
+def mask_swapped(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """As ``mask``, but of packed sequences the numbers of the documents (b m): the layers of a swapped model are known
+    not to change masks on their way."""
+    documents = packed.in_function(mask_function) if attention_mask is None and q_length == kv_length else None
+    if documents is not None and not _tracing(documents):
+        return documents
+    return mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
+
+
 def _held(q_offset: int | Tensor, q_length: int, kv_length: int) -> int | None:
     """How many keys there are with these queries; None where that is not to be known: a static cache counts on the
     device, and a graph must not look."""
@@ -170,12 +190,15 @@ def _attend(
     if keys is not None and keys.shape[1] < key.shape[2]:  # a static cache: what it does not hold yet is cut off
         key, value = key[:, :, : keys.shape[1]], value[:, :, : keys.shape[1]]
     n, m = query.shape[2], key.shape[2]
-    obstacle = stamp.why_exact or _obstacle(stamp, module, mask, dropout, causal, n, m, extra)
+    documents, causal = _documents(stamp, mask, causal, query.shape[0], n, m, extra)
+    besides = mask if documents is None else None
+    obstacle = stamp.why_exact or _obstacle(stamp, module, besides, dropout, causal, n, m, extra)
     method = Exact() if obstacle or n == 1 or min(n, m) < stamp.exact_below else stamp.method
     queries = _query_mask(stamp, keys, causal, n, m)
-    call = LayerCall(query, key, value, keys, queries, causal, scaling, method, seed=stamp.seed)
+    call = LayerCall(query, key, value, keys, queries, causal, scaling, method, seed=stamp.seed, documents=documents)
     if stamp.parallel is not None:
-        return over_ranks.answer(stamp, call, obstacle).transpose(1, 2).contiguous(), None
+        shared = obstacle or ("" if documents is None else "a packed sequence: its documents would cross the ranks")
+        return over_ranks.answer(stamp, call, shared).transpose(1, 2).contiguous(), None
     weights = None
     if isinstance(method, Exact):
         if obstacle and not stamp.why_exact and n > 1:
@@ -183,9 +206,22 @@ def _attend(
         out, weights = _exact(stamp, module, call, mask, dropout, extra)
     else:
         out = call.answer().transpose(1, 2).contiguous()
-    if stamp.watch is not None and not obstacle and n > 1:
+    if stamp.watch is not None and not obstacle and n > 1 and documents is None:
         stamp.watch(stamp.name, replace(call, out=out.transpose(1, 2)))
     return out, weights
+
+
+def _documents(
+    stamp: Stamp, mask: Tensor | None, causal: bool, b: int, n: int, m: int, extra: dict[str, Any]
+) -> tuple[Tensor | Starts | None, bool]:
+    """The documents of rows that hold several, and whether they are causal."""
+    if mask is not None and mask.dim() == 2:
+        return (mask if mask.dtype == torch.int64 and n == m else None), causal
+    if stamp.why_exact or isinstance(stamp.method, Exact) or n != m:
+        return None, causal
+    if mask is None:
+        return packed.in_words(extra, b), causal
+    return (None if n < stamp.exact_below or _tracing(mask) else packed.in_dense(mask, b, n)) or (None, causal)
 
 
 def _query_mask(stamp: Stamp, keys: Tensor | None, causal: bool, n: int, m: int) -> Tensor | None:
@@ -220,7 +256,7 @@ def _obstacle(
 ) -> str:
     """What keeps the stamp's method from serving this call, known only now; "" if nothing does."""
     if mask is not None and not (mask.dim() == 2 and mask.dtype == torch.bool):
-        return "the mask says more than padding and causality (packed sequences, a window, or one that was handed in)"
+        return "the mask says more than padding, documents and causality (a window, or one that was handed in)"
     for name, what in OBSTACLES.items():
         if extra.get(name) is not None:
             return what
@@ -251,7 +287,9 @@ def _exact(
     plain = stamp.eager or _wants_weights(module, extra) or any(extra.get(name) is not None for name in EAGER)
     eager = _eager(module) if plain else None
     n, m = call.q.shape[2], call.k.shape[2]
-    if mask is None or call.key_mask is not None:
+    if call.documents is not None and (mask is None or mask.dim() == 2):
+        mask = packed.as_dense(call.documents, call.causal, n)
+    elif mask is None or call.key_mask is not None:
         implied = eager is None and call.key_mask is None and n == m  # SDPA knows causality without a mask
         mask = _dense(call.key_mask, call.causal and n > 1 and not implied, n, m, call.q.device)
     options = {"dropout": dropout, "scaling": call.scale, **extra}
@@ -287,4 +325,4 @@ def _eager(module: torch.nn.Module) -> Callable[..., Any] | None:
 AttentionInterface.register(NAME, attend)
 AttentionInterface.register(SWAPPED, attend_swapped)
 AttentionMaskInterface.register(NAME, mask)
-AttentionMaskInterface.register(SWAPPED, mask)
+AttentionMaskInterface.register(SWAPPED, mask_swapped)

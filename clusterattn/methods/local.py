@@ -22,6 +22,7 @@ class Local(Method):
 
     name: ClassVar[str] = "local"
     causality: ClassVar[str] = "strict"
+    positional: ClassVar[bool] = True
     groups_type: ClassVar[type | None] = Buckets
 
     window: int = 32

@@ -69,6 +69,6 @@ def rows(x: Tensor) -> Tensor:
 
 
 def precision(x: Tensor) -> str:
-    """fp32 inputs are multiplied as fp32: by three products of tf32, on tensor cores. The compiler would write a product
+    """fp32 inputs are multiplied as fp32: by three products of tf32, on tensor cores. The compiler would write one
     of fp32 out, number by number: minutes for a kernel, and slow ones."""
     return "tf32x3" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,437 @@
+"""Packed sequences: documents of many lengths in one row, answered in a few calls and with little padding.
+
+Documents of similar length share a batch, padded to the longest of them: every method, verb and kernel serves it as it
+is. How similar is a matter of cost: a batch more, or so many tokens of padding. Documents that are answered exactly are
+never padded. One index moves the tokens there, and back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from ._errors import bad_type, bad_value
+from ._types import Call, Method
+from .methods import Auto, Exact
+from .methods.budgets import Shape
+
+FEW = 64  # documents of up to so many tokens are of similar length
+STEP = 1.25  # so are others, where the longest has less than so many times the tokens of the shortest
+CALL = {"cpu": 512, "cuda": 65536}  # a call costs about as much as answering for so many tokens of one head
+
+Group = tuple[int, ...]  # documents
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Flash-attention's cu_seqlens_q and cu_seqlens_k: documents of tokens that lie one behind the other."""
+
+    queries: Tensor  # (documents + 1,)
+    keys: Tensor
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Numbers of documents: tokens of one row with one number are a document, those below 0 are nobody's."""
+
+    queries: Tensor  # (b n)
+    keys: Tensor  # (b m)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Whose token is whose: how many queries and keys each document has.
+
+    Documents lie one behind the other. Where they do not, ``query_at`` and ``key_at`` (tokens,) are the positions of
+    their tokens in that order.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_at: Tensor | None = None
+    key_at: Tensor | None = None
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # groups and slots, for the next layer
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return list(zip(self.queries, self.keys, strict=True))
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return max(self.queries, default=0), max(self.keys, default=0)
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def of_rows(
+    attention: Callable[..., Any], recipe: Method, q: Tensor, k: Tensor, v: Tensor, given: Any,
+    query_mask: Tensor | None, causal: bool, backend: str, call: Call,
+) -> Any:  # fmt: skip
+    """As ``attention`` answers q (b h n d): rows that hold several documents are one row of all of them."""
+    of_each = given if isinstance(given, Starts) else _ids(given, q, k)
+    if torch.compiler.is_compiling():  # the lengths are known when it runs: the call is one operator, see _varlen.py
+        if call.state is not None or call.points is not None or call.dropout_p > 0.0:
+            raise bad_value("no state, points or dropout_p beside documents in a compiled call", "one", "eager mode")
+        seed, held = (0, call.seed) if isinstance(call.seed, Tensor) else (call.seed, None)
+        answer = torch.ops.clusterattn.by_document(
+            q, k, v, of_each.queries, of_each.keys, query_mask, call.mask.keys, held, isinstance(of_each, Starts),
+            str(recipe), causal, call.scale, seed, backend, call.lse,
+        )  # fmt: skip
+        return answer if call.lse else answer[0]
+    (b, _, n, _), m = q.shape, k.shape[2]
+    if isinstance(of_each, Starts):
+        documents = from_starts(of_each, (n, m))
+    else:
+        documents = from_ids(of_each, query_mask, call.mask.keys)
+    more = dict(scale=call.scale, seed=call.seed, backend=backend, dropout_p=call.dropout_p, state=call.state)  # noqa: C408
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
+    points = None if call.points is None else call.points.flatten(0, 1)
+    found = by_document(attention, recipe, q, k, v, documents, causal, call.lse, points, more)
+    parts = tuple(_split(x, b, n) for x in found)
+    return parts if call.lse else parts[0]
+
+
+def by_document(
+    attention: Callable[..., Any], recipe: Method, q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool,
+    lse: bool, points: Tensor | None, more: dict[str, Any],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out (h tokens e), and lse (h tokens) where it is wanted, of q (h tokens d), k and v (hk tokens d).
+
+    points (tokens x) go where the queries go. ``more`` goes to every call of ``attention``.
+    """
+    aligned = causal or recipe.positional
+    recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, similar(documents, aligned))
+    square = not causal or all(documents.queries[i] == documents.keys[i] for i in exact)
+    packed = square and not lse and Exact().packs(q, v, more["dropout_p"])
+    places = places_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
+    q, k, v = places.queries(q), places.keys(k), places.keys(v)
+    points = None if points is None else places.queries(points.unsqueeze(0))
+    answers = []
+    for batch in places.batches:
+        if batch.starts is not None:
+            parts = q[:, batch.queries], k[:, batch.keys], v[:, batch.keys]
+            answers.append((Exact().attend_packed(*parts, batch.starts, documents.longest, causal, more["scale"]),))
+            continue
+        answer = attention(
+            batch.rows(q, batch.queries), batch.rows(k, batch.keys), batch.rows(v, batch.keys),
+            method=Exact() if batch.exact else recipe, causal=causal, return_lse=lse,
+            key_mask=batch.key_mask, query_mask=batch.query_mask,
+            points=None if points is None else batch.rows(points, batch.queries).squeeze(1), **more,
+        )  # fmt: skip
+        answers.append(tuple(x.transpose(0, 1).flatten(1, 2) for x in (answer if lse else (answer,))))
+    return tuple(places.join(parts) for parts in zip(*answers, strict=True))
+
+
+def _chosen(
+    recipe: Method, q: Tensor, k: Tensor, v: Tensor, documents: Documents, causal: bool, groups: list[Group]
+) -> tuple[Method, Group, list[Group]]:
+    """A method with one set of sizes, from the longest document; the documents that Exact answers instead; and the
+    groups of the others."""
+    for n, m in documents.sizes if recipe.self_only else ():
+        if n and m and n != m:
+            wanted = f"as many keys as queries in each document: {type(recipe).__name__} is self-attention only"
+            raise bad_value(wanted, f"a document of {n} and {m}", "Refined, Improved, Clustered or Smyrf")
+    (h, _, d), hk, e = q.shape, k.shape[0], v.shape[2]
+    longest, group = documents.longest, h // hk
+    if isinstance(recipe, Exact):
+        return recipe, tuple(sorted(itertools.chain(*groups))), []
+    if not isinstance(recipe, Auto):
+        n, m = (max(length, 1) for length in longest)
+        return recipe.at(n, m, d, e, causal=causal, group=group), (), groups
+
+    def is_exact(these: Group) -> bool:
+        n, m = max(documents.queries[i] for i in these), max(documents.keys[i] for i in these)
+        shape = Shape(n, m, d, e, causal, group)
+        return isinstance(recipe.choose(q.device, q.dtype, len(these) * h, shape), Exact)
+
+    few = [these for these in groups if is_exact(these)]
+    sized = recipe.refined(Shape(max(longest[0], 1), max(longest[1], 1), d, e, causal, group))
+    return sized, tuple(sorted(itertools.chain(*few))), [these for these in groups if these not in few]
+
+
+# ---------------------------------------------------------------------------------------------------- layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that are answered in one call."""
+
+    documents: int  # how many
+    queries: slice  # their slots
+    keys: slice
+    exact: bool
+    query_mask: Tensor | None = None  # (b n); None: there is no padding
+    key_mask: Tensor | None = None
+    starts: tuple[Tensor, Tensor] | None = None  # (documents + 1,) int32, where they lie one behind the other
+
+    def rows(self, x: Tensor, slots: slice) -> Tensor:
+        """(h slots d) -> (b h n d), a view: a row for each document."""
+        return _split(x[:, slots], self.documents, (slots.stop - slots.start) // self.documents)
+
+
+@dataclass(frozen=True)
+class Places:
+    """A slot for every token: batch by batch, document by document, each with its padding behind it."""
+
+    batches: tuple[Batch, ...]
+    query_slots: Tensor | None  # (tokens,); None: tokens stay where they are
+    key_slots: Tensor | None
+    totals: tuple[int, int]  # how many there are for queries and for keys
+
+    def queries(self, x: Tensor) -> Tensor:
+        """(h tokens d) -> (h slots d), 0 in the padding."""
+        return _placed(x, self.query_slots, self.totals[0])
+
+    def keys(self, x: Tensor) -> Tensor:
+        return _placed(x, self.key_slots, self.totals[1])
+
+    def join(self, answers: tuple[Tensor, ...]) -> Tensor:
+        """What the batches answer, (h slots ...), token by token again."""
+        whole = answers[0] if len(answers) == 1 else torch.cat(answers, 1)
+        return whole if self.query_slots is None else whole.index_select(1, self.query_slots)
+
+
+def _split(x: Tensor, rows: int, n: int) -> Tensor:
+    """(h rows·n ...) -> (rows h n ...), a view."""
+    return x.view(x.shape[0], rows, n, *x.shape[2:]).transpose(0, 1)
+
+
+def _placed(x: Tensor, slots: Tensor | None, total: int) -> Tensor:
+    return x if slots is None else x.new_zeros(x.shape[0], total, x.shape[2]).index_copy(1, slots, x)
+
+
+def similar(documents: Documents, aligned: bool) -> list[Group]:
+    """Groups of documents of similar length. Those without queries or without keys are in none.
+
+    aligned: it matters beside which key a query stands. A padded row keeps that where all its documents have equally
+    many keys more than queries.
+    """
+    if aligned not in documents.made:
+        alike: dict[tuple[int, int, int], list[int]] = {}
+        for i, (n, m) in enumerate(documents.sizes):
+            if n and m:
+                alike.setdefault((_rung(n), _rung(m), m - n if aligned else 0), []).append(i)
+        documents.made[aligned] = [tuple(alike[key]) for key in sorted(alike)]
+    found: list[Group] = documents.made[aligned]
+    return found
+
+
+def _rung(length: int) -> int:
+    return max(math.ceil(math.log(length / FEW, STEP)), 0)
+
+
+def merged(documents: Documents, groups: list[Group], aligned: bool, q: Tensor) -> list[Group]:
+    """Neighbours among the groups share a batch where padding costs less than one more call: of all ways to cut the row
+    of groups, from short to long, the one that costs least."""
+    call = CALL.get(q.device.type, CALL["cuda"]) / q.shape[0]
+    key = (tuple(groups), aligned, call)
+    if key not in documents.made:
+        kinds: dict[int, list[Group]] = {}
+        for group in groups:
+            n, m = documents.queries[group[0]], documents.keys[group[0]]
+            kinds.setdefault(m - n if aligned else 0, []).append(group)
+        documents.made[key] = [each for kind in kinds.values() for each in _cut(documents, kind, call)]
+    found: list[Group] = documents.made[key]
+    return found
+
+
+def _cut(documents: Documents, groups: list[Group], call: float) -> list[Group]:
+    sizes = [(max(documents.queries[i] for i in g), max(documents.keys[i] for i in g)) for g in groups]
+    row = sorted(zip(sizes, groups, strict=True), key=lambda each: (sum(each[0]), each))
+    best: list[tuple[float, int]] = [(0.0, 0)]  # of the first groups: the least cost, and where their last batch begins
+    for end in range(1, len(row) + 1):
+        n = m = many = 0
+        ways = []
+        for begin in reversed(range(end)):
+            (its_n, its_m), group = row[begin]
+            n, m, many = max(n, its_n), max(m, its_m), many + len(group)
+            ways.append((best[begin][0] + call + many * (n + m) / 2, begin))
+        best.append(min(ways))
+    batches, end = [], len(row)
+    while end:
+        begin = best[end][1]
+        batches.append(tuple(i for _, group in row[begin:end] for i in group))
+        end = begin
+    return batches
+
+
+def _equal(documents: Documents, chosen: Iterable[int]) -> list[Group]:
+    """Documents of equal length: a batch of them has no padding."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i in chosen:
+        alike.setdefault((documents.queries[i], documents.keys[i]), []).append(i)
+    return [tuple(group) for group in alike.values()]
+
+
+def places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, like: Tensor) -> Places:
+    """exact: documents that are not padded; packed: one behind the other in one batch. groups: those that share a
+    padded batch. Made once for as long as the documents live."""
+    key = (exact, tuple(groups), packed, like.device)
+    if key not in documents.made:
+        documents.made[key] = _places_for(documents, exact, groups, packed, like.device)
+    found: Places = documents.made[key]
+    return found
+
+
+def _places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, device: torch.device) -> Places:
+    sizes = documents.sizes
+    unpadded = [exact] if packed and exact else _equal(documents, exact)
+    first: dict[int, tuple[int, int]] = {}  # the first slots of a document, for queries and for keys
+    n_at = m_at = 0
+    batches: list[Batch] = []
+    for group in (*unpadded, *groups):
+        lengths = [sizes[i] for i in group]
+        n, m = max(each[0] for each in lengths), max(each[1] for each in lengths)
+        begin, dense = (n_at, m_at), packed and group is exact
+        for i in group:
+            first[i] = n_at, m_at
+            n_at, m_at = (n_at + sizes[i][0], m_at + sizes[i][1]) if dense else (n_at + n, m_at + m)
+        masks = (None, None) if dense else (_real(lengths, 0, device), _real(lengths, 1, device))
+        starts = (_starts(lengths, 0, device), _starts(lengths, 1, device)) if dense else None
+        slots = slice(begin[0], n_at), slice(begin[1], m_at)
+        batches.append(Batch(len(group), *slots, len(batches) < len(unpadded), *masks, starts))
+    begin = n_at, m_at
+    for i, (n, m) in enumerate(sizes):
+        if i not in first:  # a document without keys, or without queries
+            first[i] = n_at, m_at
+            n_at, m_at = n_at + n, m_at + m
+    if n_at > begin[0] or not batches:  # they see nothing
+        batches.append(Batch(1, slice(begin[0], n_at), slice(m_at, m_at), exact=True))
+    query_slots = _slots(documents.queries, [first[i][0] for i in range(len(sizes))], documents.query_at, device)
+    key_slots = _slots(documents.keys, [first[i][1] for i in range(len(sizes))], documents.key_at, device)
+    return Places(tuple(batches), query_slots, key_slots, (n_at, m_at))
+
+
+def _starts(lengths: list[tuple[int, int]], side: int, device: torch.device) -> Tensor:
+    ends = itertools.accumulate((each[side] for each in lengths), initial=0)
+    return torch.tensor(list(ends), dtype=torch.int32, device=device)
+
+
+def _real(lengths: list[tuple[int, int]], side: int, device: torch.device) -> Tensor | None:
+    """(b n), True = a token and no padding."""
+    counts = [each[side] for each in lengths]
+    if min(counts) == max(counts):
+        return None
+    return torch.arange(max(counts), device=device) < torch.tensor(counts, device=device).unsqueeze(-1)
+
+
+def _slots(lengths: Group, first: list[int], at: Tensor | None, device: torch.device) -> Tensor | None:
+    """The slot of every token (tokens,), where the first slots of the documents are known; None: none has to move."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    shifts = [slot - end for slot, end in zip(first, ends, strict=False)]
+    if at is None and not any(shifts):
+        return None
+    moved = torch.tensor([shifts, lengths], device=device)
+    slots = moved[0].repeat_interleave(moved[1], output_size=ends[-1]) + torch.arange(ends[-1], device=device)
+    return slots if at is None else torch.empty_like(slots).index_copy(0, at, slots)
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def from_starts(starts: Starts, tokens: tuple[int, int]) -> Documents:
+    """Read them, for so many queries and keys."""
+    both = (("cu_seqlens_q", starts.queries), ("cu_seqlens_k", starts.keys))
+    for name, x in both:
+        if not isinstance(x, Tensor):
+            raise bad_type(f"{name} a tensor (documents + 1,)", type(x).__name__, f"torch.tensor({name})")
+        if x.dim() != 1 or not len(x):
+            raise bad_value(f"{name} of shape (documents + 1,)", tuple(x.shape), "torch.tensor([0, first, ...])")
+        if x.is_floating_point() or x.dtype == torch.bool:
+            raise bad_type(f"{name} of whole numbers", x.dtype, f"{name}.int()")
+    if len(starts.queries) != len(starts.keys):
+        got = f"{len(starts.queries) - 1} and {len(starts.keys) - 1}"
+        raise bad_value("as many documents in cu_seqlens_q as in cu_seqlens_k", got, "a length of 0 where one is empty")
+    found = once(_read_starts, starts.queries, starts.keys)
+    for (name, _), lengths, many in zip(both, (found.queries, found.keys), tokens, strict=True):
+        if sum(lengths) != many:
+            raise bad_value(f"{name} to end at the {many} tokens there are", sum(lengths), "the sum of all lengths")
+    return found
+
+
+def _read_starts(query_starts: Tensor, key_starts: Tensor) -> Documents:
+    lengths: list[Group] = []
+    for name, tensor in (("cu_seqlens_q", query_starts), ("cu_seqlens_k", key_starts)):
+        if name == "cu_seqlens_k" and tensor is query_starts:  # as in self-attention: the device is asked once
+            return Documents(lengths[0], lengths[0])
+        starts = tensor.tolist()
+        if starts[0] != 0:
+            raise bad_value(f"{name} to begin with 0", starts[0], f"torch.nn.functional.pad({name}, (1, 0))")
+        for before, after in itertools.pairwise(starts):
+            if after < before:
+                raise bad_value(f"{name} that never falls", f"{before}, then {after}", "the cumulative sum of lengths")
+        lengths.append(tuple(after - before for before, after in itertools.pairwise(starts)))
+    return Documents(lengths[0], lengths[1])
+
+
+def _ids(documents: Any, q: Tensor, k: Tensor) -> Ids:
+    """From a caller, checked."""
+    ids = documents if isinstance(documents, (tuple, list)) else (documents, documents)
+    (b, n), m = q.shape[0::2], k.shape[2]
+    if len(ids) != 2 or (ids[0] is ids[1] and n != m):
+        wanted = f"documents ({b} {n}) of the queries and ({b} {m}) of the keys"
+        raise bad_value(wanted, "one tensor" if len(ids) == 2 else f"{len(ids)}", "documents=(of_queries, of_keys)")
+    for row, shape in zip(ids, ((b, n), (b, m)), strict=True):
+        if not isinstance(row, Tensor):
+            raise bad_type(f"documents a tensor {shape}", type(row).__name__, "torch.as_tensor(documents)")
+        if tuple(row.shape) != shape:
+            raise bad_value(f"documents of shape {shape}", tuple(row.shape), "a number for every token")
+        if row.is_floating_point() or row.dtype == torch.bool:
+            raise bad_type("documents of whole numbers", row.dtype, "documents.long()")
+        if row.device != q.device:
+            raise bad_value(f"documents on {q.device}", row.device, "documents.to(q.device)")
+    return Ids(*ids)
+
+
+def from_ids(ids: Ids, query_mask: Tensor | None, key_mask: Tensor | None) -> Documents:
+    """Read them; masked tokens are nobody's too."""
+    return once(_read_ids, ids.queries, ids.keys, query_mask, key_mask)
+
+
+def _read_ids(query_ids: Tensor, key_ids: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Documents:
+    rows, n = query_ids.shape
+    ids = torch.cat([query_ids, key_ids], 1)
+    real = ids >= 0
+    for part, mask in ((real[:, :n], query_mask), (real[:, n:], key_mask)):
+        if mask is not None:
+            part &= mask
+    names, which = torch.unique(ids, return_inverse=True)
+    nobody = rows * len(names)
+    owner = torch.arange(rows, device=ids.device).unsqueeze(-1) * len(names) + which
+    owner = torch.where(real, owner, nobody)
+    owners = owner[:, :n].flatten(), owner[:, n:].flatten()
+    sizes = torch.stack([torch.bincount(each, minlength=nobody + 1) for each in owners], 1)
+    in_order = torch.stack([(each.diff() >= 0).all() for each in owners])
+    *of_each, of_nobody, known = torch.cat([sizes, in_order.long().unsqueeze(0)]).tolist()
+    # nobody's queries see no key, nobody's keys are seen by no query
+    queries, keys = zip(*(each for each in of_each if any(each)), (of_nobody[0], 0), (0, of_nobody[1]), strict=True)
+    at = [None if lies else each.argsort(stable=True) for each, lies in zip(owners, known, strict=True)]
+    return Documents(queries, keys, at[0], at[1])
+
+
+_READ: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def once(read: Callable[..., Documents], first: Tensor, *others: Tensor | None) -> Documents:
+    """What is read of these tensors, for as long as they live and nobody writes to them: the host waits for the device
+    once for a batch, and not in every layer."""
+    tensors = (first, *others)
+    if any(x is not None and x.is_inference() for x in tensors):  # of these nobody knows whether they were written to
+        return read(*tensors)
+    versions = [x if x is None else x._version for x in tensors]
+    known = _READ.get(first)  # type: ignore[no-untyped-call]
+    if known is not None:
+        reader, refs, seen, documents = known
+        if reader is read and seen == versions and all(x is (r and r()) for x, r in zip(others, refs, strict=True)):
+            return documents  # type: ignore[no-any-return]
+    documents = read(*tensors)
+    _READ[first] = (read, [x if x is None else TensorWeakRef(x) for x in others], versions, documents)
+    return documents
