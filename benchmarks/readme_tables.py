@@ -123,6 +123,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu": gpu_table,
     "gpu-figures": gpu_figures,
     "settings-refined": settings_table("from Improved to Refined"),
+    "settings-parts": settings_table("slope and parts"),
     "settings-steps": settings_table("steps of k-means"),
     "settings-far": settings_table("starting far apart"),
     "settings-bias": settings_table("random thresholds in the hash"),

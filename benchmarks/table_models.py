@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from table_words import NOT_YET, newest_run, origin, percent, rows, spaced, table
+from table_words import NOT_YET, name_of, newest_run, no_times, origin, percent, rows, spaced, table, time_of
 
 from clusterattn.measure import Row
 
@@ -20,23 +20,12 @@ FIGURES = {
     "kl": "KL, nats", "perplexity": "perplexity", "hidden": "hidden-state error",
 }  # fmt: skip
 COUNTS = ("multiply-adds, of exact's", "time, exact = 1")
-NO_TIMES = "times were not kept in these rows"
 
 
 def pretrained_rows(task: str) -> list[Row]:
     """The newest row of each method, cheapest first."""
     newest = {row["method"]: row for row in rows("pretrained") if row["task"] == task}
     return sorted(newest.values(), key=lambda row: float(row["cost_share"]))
-
-
-def time_of(row: Row) -> str:
-    """Of the whole answer, exact attention's = 1; a dash where the row does not know exact attention's."""
-    exact = row.get("exact_seconds")
-    return f"{row['seconds'] / exact:.2f}" if exact else "–"
-
-
-def no_times(found: list[Row]) -> list[str]:
-    return [] if any(row.get("exact_seconds") for row in found) else [NO_TIMES]
 
 
 def pretrained_table(task: str) -> Callable[[], str]:
@@ -47,7 +36,7 @@ def pretrained_table(task: str) -> Callable[[], str]:
         figures = [key for key in FIGURES if key in found[0]]
         body = [
             (
-                f"`{row['method']}`" + (" (default)" if row["method"] == "refined" else ""),
+                f"`{name_of(row)}`" + (" (default)" if row["method"] == "refined" else ""),
                 percent(row["cost_share"], row),
                 time_of(row),
                 *(f"{row[key]:.4f}" for key in figures),
@@ -55,7 +44,8 @@ def pretrained_table(task: str) -> Callable[[], str]:
             for row in found
         ]
         head = ("method", *COUNTS, *(FIGURES[key] for key in figures))
-        return table(head, body) + origin(found, str(found[0]["examples"]), *no_times(found))
+        examples = ", ".join(dict.fromkeys(str(row["examples"]) for row in found))
+        return table(head, body) + origin(found, examples, *no_times(found))
 
     return write
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from table_models import sample_rows
-from table_words import NOT_YET, is_former, machine, mark, newest_run, origin, percent, rows, spaced, table
+from table_words import (
+    NOT_YET,
+    is_former,
+    machine,
+    mark,
+    newest_run,
+    no_times,
+    origin,
+    percent,
+    rows,
+    spaced,
+    table,
+    time_of,
+)
 
 from clusterattn.measure import Row
 from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
@@ -220,7 +233,7 @@ def _held(latest: Mapping[tuple[str, str, str | None], Row], method: str, what: 
 
 
 def settings_table(*questions: str) -> Callable[[], str]:
-    """One setting after another on the short sample: errors, and multiply-adds; times are in the table of methods."""
+    """One setting after another on the short sample."""
 
     def write() -> str:
         found = [row for row in (newest_run("settings") if rows("settings") else []) if row["question"] in questions]
@@ -232,10 +245,12 @@ def settings_table(*questions: str) -> Callable[[], str]:
                 f"{row['error']:.4f}",
                 f"{row['lowest']:.4f} – {row['highest']:.4f}",
                 percent(row["cost_share"], row),
+                time_of(row),
             )
             for row in found
         ]
-        head = ("method", "output error, mean", f"range over {found[0]['seeds']} seeds", "multiply-adds, of exact's")
-        return table(head, body) + origin(found, "the embedded sample", "errors alone: not timed")
+        seeds = f"range over {found[0]['seeds']} seeds"
+        head = ("method", "output error, mean", seeds, "multiply-adds, of exact's", "time, exact = 1")
+        return table(head, body) + origin(found, "the embedded sample", *no_times(found))
 
     return write

@@ -72,11 +72,37 @@ def share_now(row: Row) -> float | None:
         at = cost.Shape(n, n, d, d, causal, group)
     else:
         at = cost.Shape(*(row[key] for key in "nmde"), row["causal"])
+    method = method_of(row)
+    return (
+        None if method is None else cost.share(method.at(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group), at)
+    )
+
+
+def method_of(row: Row) -> ca.Method | None:
+    """By today's settings: rows of Refined without parts come from before there were any. None: a plan, not a method."""
     settings = dict(row["settings"])
-    if settings["method"] == "refined":
-        settings = {"parts": 1, "slope": False, **settings}  # as it was before there were any
-    method = ca.method(settings).at(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group)
-    return cost.share(method, at)
+    if settings["method"] not in ca.METHODS:
+        return None
+    if settings["method"] == "refined" and "parts" not in settings:
+        causal = row.get("causal", row.get("task", "").startswith("smollm2"))
+        settings |= {"parts": 1, "slope": False} | ({} if causal else {"block": None})
+    return ca.method(settings)
+
+
+def name_of(row: Row) -> str:
+    """The method by what differs from today's defaults."""
+    method = method_of(row)
+    return str(row["method"] if method is None else method)
+
+
+def time_of(row: Row) -> str:
+    """Exact attention's = 1; a dash where the row does not know exact attention's."""
+    return f"{row['seconds'] / row['exact_seconds']:.2f}" if row.get("exact_seconds") else "–"
+
+
+def no_times(found: Sequence[Row]) -> list[str]:
+    """The sentence that says so."""
+    return [] if any(row.get("exact_seconds") for row in found) else ["times were not kept in these rows"]
 
 
 def out_of_date(row: Row) -> bool:
