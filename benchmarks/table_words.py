@@ -79,7 +79,7 @@ def share_now(row: Row) -> float | None:
 
 
 def method_of(row: Row) -> ca.Method | None:
-    """By today's settings: rows of Refined without parts come from before there were any. None: a plan, not a method."""
+    """By today's settings: rows of Refined without parts are from before there were any. None: a plan, no method."""
     settings = dict(row["settings"])
     if settings["method"] not in ca.METHODS:
         return None
