@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from table_words import NOT_YET, name_of, newest_run, no_times, origin, percent, rows, spaced, table, time_of
+from table_words import (
+    MARK,
+    NOT_YET,
+    name_of,
+    newest_run,
+    no_times,
+    origin,
+    out_of_date,
+    percent,
+    rows,
+    spaced,
+    table,
+    time_of,
+)
 
 from clusterattn.measure import Row
 
@@ -102,7 +115,7 @@ def tabpfn_table() -> str:
     body = [
         (
             spaced(row["rows"]),
-            f"`{row['method']}`",
+            f"`{row['method']}`" + (MARK if out_of_date(row) else ""),
             maybe(row, "kl"),
             maybe(row, "accuracy"),
             f"{row['seconds'] * 1e3:.0f} ms",
