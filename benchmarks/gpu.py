@@ -5,10 +5,11 @@
     python benchmarks/gpu.py --list                               the plan, nothing is measured
     python benchmarks/gpu.py --quick [--device cpu]               a rehearsal: every step, tiny shapes, no verdict
 
-Each row is proved right, then timed as CUDA graphs beside the fastest SDPA backend in the same run (see
-clusterattn/measure/race.py), and appended to results/ at once. Rows of the same commit and hardware that are there
-already are not measured again (--again: they are). The most important rows come first; one that fails or runs out of
-memory takes none of the others with it. Exit code 1 when a bar is missed.
+Each row is proved right, then timed as a CUDA graph and eagerly, beside the fastest SDPA backend called the same way in
+the same run (see clusterattn/measure/race.py), and appended to results/ at once. Tensors are those of a model (the
+embedded long sample, tiled), and the error beside each time is that on them. Rows of the same commit and hardware that
+are there already are not measured again (--again: they are). The most important rows come first, the default Refined
+before all; one that fails or runs out of memory takes none of the others with it. Exit code 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import argparse
 import dataclasses
 import datetime
 import gc
+import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ import clusterattn as ca
 from clusterattn.measure import Row, append, commit, embedded, exact_answer, hardware, read, relative_error, rows_path
 from clusterattn.measure.bench import PASSES, TOKENS
 from clusterattn.measure.race import Race
+from clusterattn.measure.sample import Sample, tiled
 from clusterattn.measure.speed_table import as_text, microseconds, spaced
 
 FORWARD, BOTH = PASSES
@@ -39,6 +43,7 @@ THEME, REHEARSAL = "gpu-bars", "gpu-rehearsal"
 # ---- the plan: what is measured, and the bar beside it --------------------------------------------
 
 C, TOP = 100, 32
+DEFAULT, AUTO = ca.Refined(), ca.method("auto")  # what people call
 ONE_PART = {"parts": 1, "slope": False}
 QUICK_GROUPING = {"metric": "keys", "start": "random", "steps": 1, "sample": 256}
 SHORT = ca.Clustered(clusters=C, metric="euclid", start="random", steps=1)  # where even the metric costs too much
@@ -60,25 +65,26 @@ NO_WORSE_THAN = {
 NARROW, WIDE = (6, 64), (32, 128)  # heads × dim
 LONGEST, MILLION = 131072, 1 << 20
 NEAR = {32768: (15, 15), LONGEST: (60, 60)}
-BUCKETS = {4096: (1, None), 32768: (8, 6)}
-BARS = {  # method -> length -> at least so many times as fast as exact: forward, forward + backward
+Bars = dict[int, tuple[float | None, float | None]]
+BARS: dict[ca.Method, Bars] = {  # -> length -> at least so many times as fast as exact: forward, forward + backward
+    DEFAULT: {8192: (3, None), 32768: (11, None), LONGEST: (60, None)},
     SHORT: {1024: (1, 1)},
     CLUSTERED: {8192: (4, 4), 32768: (20, 20), LONGEST: (80, 80)},
     SHORT_REFINED: {2048: (1, 1), 8192: (4, 4)},
-    REFINED: NEAR,
-    IMPROVED: NEAR,
-    PAPER_CLUSTERED: {4096: (1, 1), 32768: (12, 12)},
-    PAPER_IMPROVED: {4096: (1, 1), 32768: (9, 9)},
-    SMYRF: BUCKETS,
-    REFORMER: BUCKETS,
+    REFINED: {2048: (1, None), **NEAR},
+    IMPROVED: {**NEAR},
+    PAPER_CLUSTERED: {4096: (1, 1), 32768: (9, 12)},
+    PAPER_IMPROVED: {4096: (1, 1), 32768: (7, 9)},
+    SMYRF: {4096: (1, None), 32768: (8, 6)},
+    REFORMER: {4096: (1, None), 32768: (7, 6)},
 }
+EAGER: dict[ca.Method, Bars] = {DEFAULT: {8192: (2.5, 3), 32768: (9, 10), LONGEST: (50, 55)}}  # called from Python
 FLOOR_BAR = {(CLUSTERED, 32768): 5.0}  # forward, in times of q, k, v and out once through memory
 MEMORY_BAR = 1.5  # peak extra of forward + backward, in sizes of q, k, v, out and their gradients
 OURS, OTHERS = (SHORT, CLUSTERED, SHORT_REFINED, REFINED, IMPROVED), (PAPER_CLUSTERED, PAPER_IMPROVED, SMYRF, REFORMER)
 DRAWN = {  # lengths without a bar, for the picture
     CLUSTERED: (512, 1024, 2048, 4096, 16384, 65536),
-    REFINED: (512, 1024, 2048, 4096, 8192, 16384, 65536),
-    ca.Refined(): (32768,),
+    REFINED: (512, 1024, 4096, 8192, 16384, 65536),
     PAPER_CLUSTERED: (1024, 8192, LONGEST),
     PAPER_IMPROVED: (1024, 8192, LONGEST),
 }
@@ -92,6 +98,8 @@ class Entry:
     n: int
     heads: tuple[int, int]  # h, d
     bars: dict[str, float | None] = field(default_factory=dict)  # pass -> speed
+    eager: dict[str, float | None] = field(default_factory=dict)  # pass -> speed of eager calls
+    causal: bool = False
     passes: tuple[str, ...] = PASSES
     peer: bool = True  # exact attention over a million tokens takes longer than all the rest
     tokens: int = TOKENS  # so many together where sequences are shorter
@@ -102,7 +110,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.heads[0]}x{self.heads[1]} N={self.n} {self.method}"
+        return f"{self.heads[0]}x{self.heads[1]} N={self.n} {self.method}{' causal' if self.causal else ''}"
 
 
 def plan() -> list[Entry]:
@@ -110,14 +118,24 @@ def plan() -> list[Entry]:
 
     def barred(methods: Iterable[ca.Method], heads: tuple[int, int], *lengths: int) -> list[Entry]:
         wanted = [(method, n) for n in lengths for method in methods if n in BARS[method]]
-        return [Entry(method, n, heads, dict(zip(PASSES, BARS[method][n], strict=True))) for method, n in wanted]
+        each = [(method, n, dict(zip(PASSES, BARS[method][n], strict=True))) for method, n in wanted]
+        eager = [EAGER.get(method, {}).get(n) for method, n in wanted]
+        called = [dict(zip(PASSES, bars, strict=True)) if bars else {} for bars in eager]
+        return [Entry(method, n, heads, bars, more) for (method, n, bars), more in zip(each, called, strict=True)]
 
     def all_of(heads: tuple[int, int]) -> list[Entry]:
         return barred(OURS, heads, 32768, 8192, 1024, 2048, LONGEST) + barred(OTHERS, heads, 32768, 4096)
 
+    first = [
+        *barred([DEFAULT], NARROW, 32768, 8192, LONGEST),
+        *(Entry(AUTO, n, NARROW) for n in (32768, 8192, LONGEST)),
+        *(Entry(DEFAULT, n, NARROW, causal=True) for n in (32768, 8192)),
+        *(Entry(DEFAULT, n, WIDE) for n in (32768, 8192)),
+    ]
+    more = [Entry(DEFAULT, n, NARROW) for n in (2048, 4096, 16384, 65536)]
     million = [Entry(method, MILLION, NARROW, passes=(BOTH,), peer=False) for method in (CLUSTERED, REFINED)]
     drawn = [Entry(method, n, NARROW) for method, lengths in DRAWN.items() for n in lengths]
-    return [*all_of(NARROW), *all_of(WIDE), *million, *drawn]
+    return [*first, *all_of(NARROW), *more, *all_of(WIDE), *million, *drawn]
 
 
 def rehearsed(entries: Sequence[Entry]) -> list[Entry]:
@@ -132,7 +150,7 @@ def rehearsed(entries: Sequence[Entry]) -> list[Entry]:
     found: dict[str, Entry] = {}
     for entry in map(small, entries):
         found.setdefault(entry.name, entry)
-    return [dataclasses.replace(entry, bars={}) for entry in found.values()]
+    return [dataclasses.replace(entry, bars={}, eager={}) for entry in found.values()]
 
 
 # ---- bars -------------------------------------------------------------------------------------------
@@ -149,6 +167,9 @@ def judged(row: Row, entry: Entry, sample_errors: tuple[float, float] | None) ->
     speed = entry.bars.get(which)
     if speed is not None:
         bar("speed", speed, row.get("speedup"))
+    called = entry.eager.get(which)
+    if called is not None:
+        bar("eager", called, row.get("eager_speedup"))
     floor = FLOOR_BAR.get((entry.method, entry.n))
     if floor is not None and which == FORWARD:
         bar("floor", floor, row.get("floor_ratio"), most=True)
@@ -181,7 +202,8 @@ def sample_errors() -> dict[ca.Method, tuple[float, float]]:
 
 def verdict(rows: Iterable[Row]) -> list[str]:
     """Which bars are met, the missed ones first, and how many."""
-    latest = {(row["method"], row["h"], row["d"], row["n"], row["pass"]): row for row in rows if row.get("bars")}
+    keys = ("method", "h", "d", "n", "pass", "causal")
+    latest = {tuple(row[key] for key in keys): row for row in rows if row.get("bars")}
     lines: dict[bool, list[str]] = {True: [], False: []}
     for row in latest.values():
         for each in row["bars"]:
@@ -211,20 +233,27 @@ def earlier(folders: Iterable[Path], theme: str, device: str, commit_id: str, si
 
 def remaining(entries: Iterable[Entry], rows: Iterable[Row]) -> Iterator[Entry]:
     """Entries with the passes that no row has yet; one that failed is not tried again at the same commit."""
-    done = {(row["method"], row["b"], row["h"], row["n"], row["d"], row["pass"]) for row in rows}
+    done = {(row["method"], row["b"], row["h"], row["n"], row["d"], row["causal"], row["pass"]) for row in rows}
     for entry in entries:
-        passes = tuple(which for which in entry.passes if (str(entry.method), *entry.shape, which) not in done)
+        kind = str(entry.method), *entry.shape, entry.causal
+        passes = tuple(which for which in entry.passes if (*kind, which) not in done)
         if passes:
             yield dataclasses.replace(entry, passes=passes)
 
 
 def line(row: Row) -> str:
-    about = f"{row['h']}x{row['d']} N={row['n']:<8} {row['pass']:<17} {row['method']:<52}"
+    causal = " causal" if row["causal"] else ""
+    about = f"{row['h']}x{row['d']} N={row['n']:<8} {row['pass'] + causal:<24} {row['method']:<52}"
     if row.get("failed"):
         return f"{about} {row['failed']}"
-    parts = [f"{microseconds(row['seconds']):>9} µs", f"eager {microseconds(row['eager_seconds']):>9}"]
+    parts = [f"{microseconds(row['seconds']):>9} µs"]
     if row.get("speedup") is not None:
         parts.append(f"{row['speedup']:8.2f}×")
+    parts.append(f"eager {microseconds(row['eager_seconds']):>9} µs")
+    if row.get("eager_speedup") is not None:
+        parts.append(f"{row['eager_speedup']:8.2f}×")
+    if row.get("error") is not None:
+        parts.append(f"error {row['error']:.4f}")
     parts.append(f"floor × {row['floor_ratio']:.1f}")
     if row.get("bar") is not None:
         parts.append(f"bar {row['bar']}× {'met' if row['met'] else 'MISSED'}")
@@ -248,17 +277,17 @@ def run(args: argparse.Namespace) -> int:
         sample_note = f"errors on the embedded sample are left out: {missing}"
     todo = list(remaining(entries, rows))
     print(f"{len(entries)} entries, {len(todo)} to measure; rows go to {path}", sample_note, sep="\n", flush=True)
-    race = None
+    races: dict[bool, Race] = {}
     gc.freeze()  # everything imported so far stays: the many collections to come need not look at it
     started = time.perf_counter()
     for entry in todo:
-        if time.perf_counter() - started > args.minutes * 60:
-            print(f"{args.minutes:g} minutes are over: run again for the rest", flush=True)
+        if time.perf_counter() - started > args.seconds:
+            print(f"{args.seconds:g} seconds are over: run again for the rest", flush=True)
             break
-        if race is None:
-            dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-            race = Race(args.device, dtype, theme=theme, commit=args.commit, seconds=0.01 if args.quick else 0.1)
-            print(f"a copy moves {race.bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True)
+        if entry.causal not in races:
+            races[entry.causal] = _race(args, theme, entry.causal)
+            print(f"a copy moves {races[entry.causal].bytes_per_second / 1e12:.2f} TB/s, read and written", flush=True)
+        race = races[entry.causal]
         for row in race.rows(entry.method, entry.shape, passes=entry.passes, peer=entry.peer):
             if row["method"] == str(entry.method) and not args.quick:
                 row = judged(row, entry, known.get(entry.method))
@@ -273,6 +302,20 @@ def run(args: argparse.Namespace) -> int:
     shown = [row for row in rows if row["method"] in names and (row["b"], row["h"], row["n"], row["d"]) in shapes]
     print("", as_text(shown), "", *verdict(shown), "", f"rows in {path}", sep="\n")
     return int(any(not each["met"] for row in shown for each in row.get("bars", ())))
+
+
+def _race(args: argparse.Namespace, theme: str, causal: bool) -> Race:
+    """On the tensors of a model, where they can be read."""
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    data: Callable[[tuple[int, int, int, int]], Sample] | None = None
+    if importlib.util.find_spec("safetensors") is not None:
+        data = partial(_of_a_model, device=args.device, dtype=dtype)
+    seconds = 0.01 if args.quick else 0.1
+    return Race(args.device, dtype, theme=theme, commit=args.commit, seconds=seconds, causal=causal, data=data)
+
+
+def _of_a_model(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -> Sample:
+    return tiled(*shape, device=device, dtype=dtype)
 
 
 def _again(args: argparse.Namespace) -> list[str]:
@@ -290,7 +333,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", default=commit(), help="where git is not there to ask")
     parser.add_argument("--again", action="store_true", help="measure also what is there already")
     parser.add_argument("--since", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no new row after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no new row after so long")
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder for the rows")
     args = parser.parse_args(words)
     if args.commit is None:

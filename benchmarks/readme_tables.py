@@ -153,7 +153,7 @@ def draw() -> None:
             write_whole(PICTURES / f"{name}.png", with_palette(png))
     found = gpu_rows()
     if found:
-        kind = ("h", "d", "dtype", "causal")
+        kind = ("h", "d", "dtype", "causal", "data")
         first = [found[0][key] for key in kind]
         alike = [row for row in found if [row[key] for key in kind] == first]
         lengths = Counter(row["method"] for row in {(row["method"], row["n"]): row for row in alike}.values())

@@ -65,7 +65,7 @@ def box() -> str:
         lines.append((row, row["n"], 1 / row["speedup"], human_error(row["error"]), SAMPLES[row["theme"]]))
     for row in default_speeds():
         error = "–" if row.get("error") is None else human_error(row["error"])
-        data = "a mixture of Gaussians" + (", causal" if row["causal"] else "")
+        data = data_of(row) + (", causal" if row["causal"] else "")
         graph = row.get("timed_as") == "cuda graph"
         lines.append((row, row["n"], 1 / row["speedup"], error, data + ", CUDA graph" * graph))
         eager = eager_time(row)
@@ -87,13 +87,21 @@ def box() -> str:
     return table(head, body, words=2) + origin([line[0] for line in newest.values()], "forward, `refined` as it comes")
 
 
+def data_of(row: Row) -> str:
+    """What a call was timed on, in a few words."""
+    told = str(row["data"])
+    if "ixture" in told:
+        return "a mixture of Gaussians"
+    return "heads of TabPFN v1, repeated" if "TabPFN" in told else told.partition(",")[0]
+
+
 def default_speeds() -> list[Row]:
     """Forward times of Refined() for each machine and kind: the shortest length, the longest, where it overtakes."""
     kinds: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in [*rows("cpu-bars", "bench"), *gpu_rows()]:
         if row.get("method") == "refined" and row.get("pass") == "forward" and _is_speed(row) and "speedup" in row:
             row = {**row, "error": error_of([row], row["n"])}
-            kinds.setdefault((machine(row), row["h"], row["d"], row["causal"]), {})[row["n"]] = row
+            kinds.setdefault((machine(row), data_of(row), row["h"], row["d"], row["causal"]), {})[row["n"]] = row
     shown = []
     for by_length in kinds.values():
         lengths = sorted(by_length)
@@ -105,6 +113,8 @@ def default_speeds() -> list[Row]:
 
 def eager_time(row: Row) -> float | None:
     """Called from Python, one call at a time: exact attention's = 1."""
+    if row.get("eager_speedup"):
+        return float(1 / row["eager_speedup"])
     kind = ("b", "h", "n", "d", "dtype", "causal", "pass")
     exact = [each for each in gpu_rows() if each["method"] == "sdpa" and all(each[key] == row[key] for key in kind)]
     if row["device"] != "cuda" or not exact or not row.get("eager_seconds"):
@@ -132,7 +142,7 @@ def speed_tables(found: Sequence[Row], peer: str) -> str:
     """One table for each machine and shape: times as fast as exact attention, by length, the passes side by side."""
     kinds: dict[tuple[object, ...], list[Row]] = {}
     for row in found:
-        kinds.setdefault((machine(row), row["dtype"], row["h"], row["d"], row["causal"]), []).append(row)
+        kinds.setdefault((machine(row), row["data"], row["dtype"], row["h"], row["d"], row["causal"]), []).append(row)
     parts = []
     for same in kinds.values():
         latest = {(row["pass"], row["method"], row["n"]): row for row in same}  # later rows replace earlier ones

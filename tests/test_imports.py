@@ -31,6 +31,7 @@ LAYERS = (
         "clusterattn._replay",
         "clusterattn._options",
         "clusterattn._varlen",
+        "clusterattn._warm_up",
         "clusterattn._plan",
         "clusterattn._report",
         "clusterattn._layer_call",

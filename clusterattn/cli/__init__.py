@@ -77,7 +77,7 @@ def build() -> typer.Typer:
     import typer
 
     from .advice import advise
-    from .measured import bench, calibrate, compare, env
+    from .measured import bench, calibrate, compare, env, warm_up
     from .pretrained import approximate, tune
 
     app = typer.Typer(
@@ -100,7 +100,7 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for command in (advise, compare, bench, calibrate, approximate, tune):
+    for command in (advise, compare, bench, calibrate, warm_up, approximate, tune):
         app.command()(command)
     add_papers(app)
     app.command()(env)

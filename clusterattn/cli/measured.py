@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .._types import Method
     from ..measure.sample import Sample
 
-BENCHED = ("clustered", "improved", "refined", "smyrf:rounds=2")
+BENCHED = ("refined", "auto", "clustered", "improved", "smyrf:rounds=2")
 LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
 SECONDS = 60.0  # of a comparison's timed turns, over all samples; the first turn of each is always taken
 
@@ -248,6 +248,40 @@ def bench(
             print(as_text(found), "", path, picture, sep="\n")
         else:
             show_bench(found, [path, picture])
+
+
+def warm_up(
+    method: Annotated[
+        list[str] | None, typer.Option(help="NAME or NAME:key=value,… May be repeated. Default: auto.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Comma-separated.")] = "4096,16384,65536",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    key_heads: Annotated[int | None, typer.Option(min=1, help="Default: as many as heads.")] = None,
+    dim: Annotated[int, typer.Option(min=1, help="Of each head.")] = 64,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
+    causal: Annotated[bool, typer.Option(help="Causal attention.")] = False,
+    masked: Annotated[bool, typer.Option(help="With a key mask.")] = False,
+    backward: Annotated[bool, typer.Option(help="Backward as well.")] = True,
+) -> None:
+    """Compile the kernels of calls to come: later processes find them in Triton's cache.
+
+    [bold]Examples[/]
+
+      clusterattn warm-up --lengths 8192,32768 --heads 6 --dim 64
+
+      clusterattn warm-up --method refined --causal --no-backward --dtype float16
+    """
+    with plainly():
+        from .._warm_up import warm_up as warm
+
+        for each in distinct([method_of(one) for one in method or ("auto",)]):
+            for n in lengths_of(lengths):
+                options = {"batch": batch, "heads": heads, "key_heads": key_heads, "dim": dim}
+                flags = {"causal": causal, "masked": masked, "backward": backward}
+                taken = warm(n, method=each, dtype=dtype_of(dtype), device=device_of(device), **options, **flags)
+                print(f"{each}, {n} tokens: {taken[n]:.1f} s")
 
 
 def calibrate(

@@ -20,7 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._attention import attention, groups
 from .._rows import Row, environment
 from .._types import Method
+from ..methods import Auto
 from . import bench as parts
+from . import cost
 from .bench import GRADIENTS, MEMORY_BY, PASSES, PEER
 from .error import exact_answer, relative_error
 from .sample import Sample, mixture
@@ -49,8 +51,9 @@ class Race:
         seconds: float = 0.1,
         theme: str = "bench",
         commit: str | None = None,
-        data: Sample | None = None,
+        data: Sample | Callable[[Shape], Sample] | None = None,
     ) -> None:
+        """data: to time on, the beginning of these tensors, or a function of the shape; None: a synthetic mixture."""
         self.device, self.dtype, self.causal, self.seed = torch.device(device), dtype, causal, seed
         self.seconds, self.theme, self.data = seconds, theme, data
         self.environment = environment(self.device)
@@ -111,7 +114,13 @@ class Race:
     ) -> Row:
         sample, backward = self._data(shape), which == PASSES[1]
         about = self._about(str(method), shape, which)
-        fault = self._fault(sample, method, prove_both)
+        proved = method
+        if isinstance(method, Auto):
+            _, h, n, m, d, e = sample.shape
+            at = cost.Shape(n, m, d, e, self.causal, h // sample.k.shape[1])
+            proved = method.choose(self.device, self.dtype, shape[0] * shape[1], at)
+            about["chosen"] = proved.name
+        fault = self._fault(sample, proved, prove_both)
         if fault is not None and (backward or fault.startswith("out")):
             return {**about, "failed": f"wrong: {fault}"}
         run, forward = (
@@ -119,7 +128,7 @@ class Race:
             for each in (backward, False)
         )
         answer = _tensors(run())  # compiles, where something must be
-        fault, checked = self._drift(sample, method, answer, backward)
+        fault, checked = self._drift(sample, proved, answer, backward)
         if fault is not None:
             return {**about, "failed": f"wrong: {fault}"}
         held = peak_memory(run, self.device) if memory else None
@@ -130,7 +139,7 @@ class Race:
         (out,) = _tensors(forward()) if backward else answer
         return {
             **self._timings(about, sample, which, clock, held),
-            **_against(clock.seconds, held, exact),
+            **_against(clock.seconds, clock.eager, held, exact),
             "error": self._error(sample, out),
             "error_rows": EXACT_ROWS,
             "checked_lengths": [min(shape[2], parts.CHECKED_LENGTH), *([shape[2]] if checked else [])],
@@ -214,8 +223,9 @@ class Race:
                 **self._timings(self._about(PEER, shape, which), sample, which, clock, held),
                 "peer": best,
                 "backends": {name: other.seconds for name, (other, _) in found.items()},
+                "eager_seconds": min(other.eager for other, _ in found.values()),
             }
-            row |= _against(clock.seconds, held, row)
+            row |= _against(clock.seconds, row["eager_seconds"], held, row)
         self._peers[shape, which] = row
         return row
 
@@ -293,8 +303,10 @@ class Race:
             self._free()
             if self.data is None:
                 sample = drawn_there(shape, self.device, self.dtype, self.seed)
-            else:
+            elif isinstance(self.data, Sample):
                 sample = self.data.cut(shape[0], shape[2]).to(self.device, self.dtype)
+            else:
+                sample = self.data(shape).to(self.device, self.dtype)
             self._sample = shape, sample
         return self._sample[1]
 
@@ -349,7 +361,8 @@ def _apart(x: Tensor, right: Tensor) -> float:
     return float((x.float() - right.float()).norm() / right.float().norm().clamp_min(1e-30))
 
 
-def _against(seconds: float, held: int | None, exact: Row | None) -> Row:
+def _against(seconds: float, eager: float, held: int | None, exact: Row | None) -> Row:
+    """Beside the best of SDPA called in the same way: as a graph, and from Python."""
     if exact is None:
         return {}
     share = None if held is None or exact["memory_bytes"] is None else held / max(exact["memory_bytes"], 1)
@@ -357,5 +370,7 @@ def _against(seconds: float, held: int | None, exact: Row | None) -> Row:
         "peer": exact["peer"],
         "peer_seconds": exact["seconds"],
         "speedup": exact["seconds"] / seconds,
+        "peer_eager_seconds": exact["eager_seconds"],
+        "eager_speedup": exact["eager_seconds"] / eager,
         "memory_share": share,
     }

@@ -9,18 +9,19 @@ from .bench import PASSES, PEER
 
 HEAD = (
     "method", "heads", "N", "batch",
-    "forward µs", "eager", "× SDPA", "forward+backward µs", "eager", "× SDPA",
+    "forward µs", "× SDPA", "eager µs", "× SDPA", "forward+backward µs", "× SDPA", "eager µs", "× SDPA",
     "× floor", "error", "memory",
 )  # fmt: skip
 LEGEND = """\
 µs         CUDA-graph replays, all stages included; ~ where no graph could be captured: timed eagerly
-eager      called from Python, one call at a time
-× SDPA     times as fast as the best SDPA backend in the same run
+eager µs   called from Python, one call at a time
+× SDPA     times as fast as the best SDPA backend called the same way in the same run
 × floor    forward, in times of q, k, v and out once through memory (a copy measured in the same run)
 error      of the output against exact attention, relative
 memory     peak extra of forward+backward, in sizes of q, k, v, out and their gradients\
 """
 NOTHING = "–"
+FIRST = (PEER, "refined", "auto")
 Line = dict[str, Row]  # pass -> row
 KEYS = ("method", "h", "d", "n", "b", "dtype", "causal")
 
@@ -34,11 +35,12 @@ def joined(rows: Iterable[Row]) -> list[Line]:
 
 
 def ordered(lines: Iterable[Line]) -> list[Line]:
-    """By shape and length; exact attention first, then the methods as they came."""
+    """By shape and length; exact attention first, then the defaults, then the methods as they came."""
 
-    def place(line: Line) -> tuple[int, int, int, bool]:
+    def place(line: Line) -> tuple[int, int, bool, int, int]:
         row = any_of(line)
-        return row["h"], row["d"], row["n"], row["method"] != PEER
+        first = FIRST.index(row["method"]) if row["method"] in FIRST else len(FIRST)
+        return row["h"], row["d"], bool(row["causal"]), row["n"], first
 
     return sorted(lines, key=place)
 
@@ -52,7 +54,7 @@ def cells(line: Line) -> tuple[str, ...]:
     row, forward, both = any_of(line), *(line.get(which, {}) for which in PASSES)
     label = row["method"] if row["method"] != PEER else str(row.get("peer", PEER))
     return (
-        label,
+        label + (", causal" if row["causal"] else ""),
         f"{row['h']}×{row['d']}",
         spaced(row["n"]),
         str(row["b"]),
@@ -96,16 +98,18 @@ def spaced(number: int) -> str:
     return f"{number:,}".replace(",", " ")
 
 
-def _speed(row: Row) -> tuple[str, str, str]:
+def _speed(row: Row) -> tuple[str, str, str, str]:
+    """As a graph, and called from Python: the time, and beside SDPA's."""
     if not row:
-        return NOTHING, NOTHING, NOTHING
+        return NOTHING, NOTHING, NOTHING, NOTHING
     if row.get("failed"):
-        return "wrong" if str(row["failed"]).startswith("wrong") else "failed", NOTHING, NOTHING
+        return "wrong" if str(row["failed"]).startswith("wrong") else "failed", NOTHING, NOTHING, NOTHING
     mark = "~" if row.get("why_eager") else ""
     return (
         mark + microseconds(row["seconds"]),
-        microseconds(row["eager_seconds"]) if row.get("eager_seconds") else NOTHING,
         _number(row.get("speedup"), "{:.2f}"),
+        microseconds(row["eager_seconds"]) if row.get("eager_seconds") else NOTHING,
+        _number(row.get("eager_speedup"), "{:.2f}"),
     )
 
 

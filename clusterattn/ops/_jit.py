@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "jit", "power", "precision", "registers", "rows", "tl",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "jit", "power", "precision", "registers", "rows", "tl",
     "triton",
     "why_no_kernels",
 ]  # fmt: skip
@@ -49,6 +49,12 @@ def why_no_kernels(x: Tensor) -> str | None:
     if x.shape[-1] > HEAD_DIMS:
         return f"kernels hold head dimensions up to {HEAD_DIMS}, this one is {x.shape[-1]}"
     return None
+
+
+# The narrowest tile that a product sums over. With 16 rows Triton 3.6 lets some kernels read past their shared memory
+# (head dims of keys and values that differ, on sm_90; found by compute-sanitizer); in the interpreter narrow ones are
+# quicker.
+THIN = 16 if INTERPRETING else 32
 
 
 def power(x: int, least: int = 16) -> int:

@@ -67,7 +67,7 @@ BY_TORCH = Backend(
         "kmeans": Served(_can, _late("kmeans.reference.kmeans")),
         "nearest": Served(_can, _late("kmeans.reference.nearest")),
         "lloyd": Served(_can, _late("kmeans.reference.lloyd")),
-        "means": Served(_can, _late("kmeans.reference.means")),
+        "means": Served(_can, _late("kmeans.reference.means"), _late("kmeans.reference.means_backward")),
         "shares": Served(_can, _late("coarse.reference.shares")),
     },
 )
@@ -152,7 +152,7 @@ TRITON = Backend(
         "lloyd": Served(_why_not_points, _late("kmeans.kernels.lloyd")),
         "assign": Served(_why_not_points, _late("kmeans.kernels.nearest")),
         "members": Served(_why_not_members, _late("members.kernels.by_label")),
-        "means": Served(_why_not_means, _late("kmeans.kernels.means")),
+        "means": Served(_why_not_means, _late("kmeans.kernels.means"), _late("rows.kernels.broadcast")),
         "take": Served(why_no_kernels, plain_take, _late("rows.kernels.take_backward")),
         "broadcast": Served(
             why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")

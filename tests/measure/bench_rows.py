@@ -67,6 +67,7 @@ def a_run() -> list[Row]:
             ours = 180e-6 * slower
             rows.append(a_row("sdpa", n, which, exact * slower, speedup=1.0))
             rows.append(a_row("clustered:steps=2", n, which, ours, speedup=exact * slower / ours, met=n != 1024))
+            rows[-1]["eager_speedup"] = 1.1 * rows[-1]["speedup"]
             rows.append(a_row("refined", n, which, 2 * ours, speedup=exact * slower / ours / 2))
     wrong = without(rows[-1], "seconds", "eager_seconds", "speedup", "floor_ratio", "error", "memory_of_size")
     rows[-1] = {**wrong, "failed": "wrong: dq is off by 0.3 where the reference allows 0.1"}

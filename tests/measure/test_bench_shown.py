@@ -31,14 +31,15 @@ def test_one_line_for_both_passes() -> None:
     assert first["× floor"] == "7.5"
     assert first["error"] == "0.0123"
     assert first["memory"] == "1.25"
-    assert cells(lines[1]).count("0.69") == 2  # the ratios
+    assert cells(lines[1]).count("0.69") == 2  # the ratios of graphs
+    assert cells(lines[1]).count("0.76") == 2  # and of eager calls
 
 
 def test_a_wrong_kernel_is_in_the_table_without_a_time() -> None:
     text = as_text(a_run())
     (line,) = (line for line in text.splitlines() if line.startswith("refined") and " 32 768 " in line)
     assert "wrong" in line
-    assert line.split().count("–") == 3  # eager, ratio, memory
+    assert line.split().count("–") == 5  # eager and two ratios, memory; and forward's ratio of eager calls
     assert "dq is off by 0.3 where the reference allows 0.1; not timed" in text
     widths = {len(line) for line in text.splitlines()[:2]}
     assert len(widths) == 1
@@ -186,13 +187,16 @@ def gpu() -> ModuleType:
 def test_the_plan_holds_the_bars_the_most_important_first(gpu: ModuleType) -> None:
     plan = gpu.plan()
     assert len({entry.name for entry in plan}) == len(plan)
-    assert [(entry.heads, entry.n) for entry in plan[:4]] == [((6, 64), n) for n in (32768, 32768, 32768, 8192)]
+    assert [entry.name for entry in plan[:3]] == [f"6x64 N={n} refined" for n in (32768, 8192, 131072)]
+    assert [tuple(entry.bars.values()) for entry in plan[:3]] == [(11, None), (3, None), (60, None)]
+    assert [tuple(entry.eager.values()) for entry in plan[:3]] == [(9, 10), (2.5, 3), (50, 55)]
+    assert {"6x64 N=32768 auto", "6x64 N=32768 refined causal"} <= {entry.name for entry in plan}
     order = [entry.name.split()[0] for entry in plan if entry.bars]
     assert order == sorted(order, key=["6x64", "32x128"].index)
     bars = {entry.name: tuple(entry.bars.values()) for entry in plan if entry.bars}
     assert bars[f"6x64 N=131072 {gpu.CLUSTERED}"] == (80, 80)
     assert bars[f"32x128 N=2048 {gpu.SHORT_REFINED}"] == (1, 1)
-    assert bars["6x64 N=32768 improved"] == (9, 9)
+    assert bars["6x64 N=32768 improved"] == (7, 9)
     assert bars["32x128 N=32768 smyrf"] == (8, 6)
     assert bars["6x64 N=4096 reformer:chunk=64"] == (1, None)
     assert {entry.shape[0] * entry.n for entry in plan if entry.n <= 32768} == {32768}
@@ -220,6 +224,8 @@ def test_bars_are_judged(gpu: ModuleType) -> None:
     slow = gpu.judged({**forward, "speedup": 19.9, "floor_ratio": 5.1, "pass": PASSES[0]}, entry, (0.7, 0.6))
     assert slow["met"] is False
     assert not any(bar["met"] for bar in slow["bars"])
+    default = gpu.judged(a_row("refined", 32768, PASSES[0], 1e-4, speedup=12.0, eager_speedup=8.9), gpu.plan()[0], None)
+    assert [(bar["what"], bar["met"]) for bar in default["bars"]] == [("speed", True), ("eager", False)]
     both = gpu.judged({**forward, "pass": PASSES[1], "memory_of_size": 1.6}, entry, None)
     assert [(bar["what"], bar["met"]) for bar in both["bars"]] == [("speed", True), ("memory", False)]
     failed = gpu.judged({**without(forward, "speedup", "floor_ratio"), "failed": "wrong: out"}, entry, None)
@@ -265,8 +271,8 @@ def test_a_rehearsal_goes_through_every_step_and_can_go_on(
     assert "2 entries, 0 to measure" in capsys.readouterr().out
     assert gpu.run(gpu.arguments([*words, "--only", "N=2048", "clustered"])) == 0  # the million tokens, in small
     assert "speedup" not in read(path)[-1]
-    gpu.run(gpu.arguments([*words, "--minutes", "-1", "--only", "N=32"]))
-    assert "minutes are over" in capsys.readouterr().out
+    gpu.run(gpu.arguments([*words, "--seconds", "-1", "--only", "N=32"]))
+    assert "seconds are over" in capsys.readouterr().out
 
 
 def test_the_device_of_a_lost_context_is_taken_up_by_a_new_process(

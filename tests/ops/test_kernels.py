@@ -168,6 +168,38 @@ def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
     assert torch.equal(first[:, 1:].long(), counts.cumsum(-1))
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["in place", "moved"])
+@pytest.mark.parametrize("stretches", [2, 1022], ids=["wide", "narrow"])
+def test_gradients_of_near_keys_are_added_key_by_key(
+    stretches: int, moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clusterattn.ops.coarse import arrange
+
+    monkeypatch.setattr(arrange, "STRETCHES", stretches)
+    draw = torch.Generator().manual_seed(3)
+    b, h, hk, m, c, t, d, e = 1, 4, 2, 150, 5, 17, 16, 8
+    order = torch.stack([torch.randperm(m, generator=draw) for _ in range(b * hk)])
+    at = torch.randint(-1, m, (b * h, c, t), generator=draw)
+    at[:, :, 0] = 70  # everybody's
+    sizes = ((b, hk, m, d), (b, hk, m, e), (b * h, c, t, d), (b * h, c, t, e))
+    dk, dv, near_dk, near_dv = (torch.randn(size, generator=draw) for size in sizes)
+    wanted = []
+    for x, near in ((dk, near_dk), (dv, near_dv)):
+        total = torch.zeros(b * hk, m + 1, x.shape[3]).double()
+        total[:, :m] = x[0]
+        for head in range(b * hk):
+            rows = torch.where(at < 0, m, at)[2 * head : 2 * head + 2].flatten()
+            total[head].index_add_(0, rows, near[2 * head : 2 * head + 2].flatten(0, 2).double())
+        source = order.argsort(1) if moved else torch.arange(m).expand(b * hk, m)
+        wanted.append(total.gather(1, source.unsqueeze(-1).expand(-1, -1, x.shape[3])))
+    keys = arrange.Arranged(dk, dv, None, order.int().to(DEVICE) if moved else None)
+    found = arrange.put_back(*(x.to(DEVICE) for x in (dk.clone(), dv.clone())), keys, *(
+        x.to(DEVICE) for x in (at, near_dk, near_dv)
+    ))  # fmt: skip
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one[0].double().cpu(), two, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
 @pytest.mark.parametrize(("m", "top"), [(83, 5), (83, 83), (1400, 32), (2100, 3)])
 def test_near_keys_are_the_best(m: int, top: int, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch
-from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, plain, written
+from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, written
 from .lists import Alone, seat_lists, sum_lists
 
 if TYPE_CHECKING:
@@ -22,20 +22,25 @@ if TYPE_CHECKING:
 
 @jit
 def delta_kernel(
-    OUT, DY, D_LSE, LSE, DELTA, BASE2, rows, e, less, HAS_D_LSE: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr
-):
-    """rowsum(out * d_out) - d_lse, and the log-weights in base 2 with 0 for rows that saw nothing."""
+    OUT, DY, D_LSE, LSE, DELTA, BASE2, SEATED, total, n, e, less,
+    HAS_D_LSE: tl.constexpr, ROUNDS: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """rowsum(out * d_out) - d_lse, and the log-weights in base 2 with 0 for rows that saw nothing. Nobody is SEATED in
+    any of the ROUNDS yet."""
     at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     values = tl.arange(0, BE)
-    mask = (at < rows)[:, None] & (values < e)[None, :]
+    mask = (at < total)[:, None] & (values < e)[None, :]
     out = tl.load(OUT + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(DY + at[:, None] * e + values[None, :], mask=mask, other=0.0).to(tl.float32)
     delta = tl.sum(out * dy, 1)
     if HAS_D_LSE:
-        delta -= tl.load(D_LSE + at, mask=at < rows, other=0.0)
-    tl.store(DELTA + at, delta, mask=at < rows)
-    lse = tl.load(LSE + at, mask=at < rows, other=0.0)
-    tl.store(BASE2 + at, tl.where(lse == float("-inf"), 0.0, (lse + less) * 1.4426950408889634), mask=at < rows)
+        delta -= tl.load(D_LSE + at, mask=at < total, other=0.0)
+    tl.store(DELTA + at, delta, mask=at < total)
+    lse = tl.load(LSE + at, mask=at < total, other=0.0)
+    tl.store(BASE2 + at, tl.where(lse == float("-inf"), 0.0, (lse + less) * 1.4426950408889634), mask=at < total)
+    for one in tl.static_range(ROUNDS):
+        seat = ((at // n) * ROUNDS + one) * n + at % n
+        tl.store(SEATED + seat, tl.zeros((BN,), tl.int8), mask=at < total)
 
 
 @jit
@@ -199,7 +204,7 @@ def bucketed_bwd_kv_kernel(
 
 @jit
 def sum_rounds_kernel(
-    PART, SEATED, OUT, ALONE, K, D_LSE, n, d, heads, group, offset, scale, skb, skh, skm,
+    PART, SEATED, OUT, ALONE, K, D_LSE, n, d, heads, group, offset, scale, sob, soh, skb, skh, skm,
     OR_SELF: tl.constexpr, ROUNDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dq over the rounds in which a query had a seat; who looked at itself gets the gradient of that one logit."""
@@ -216,7 +221,7 @@ def sum_rounds_kernel(
         beside = tl.where(alone, at + offset, -1).to(tl.int64)
         k = _gathered(K + (lead // heads) * skb + ((lead % heads) // group) * skh, beside, dims, d, skm).to(tl.float32)
         out += k * (tl.load(D_LSE + to, mask=alone, other=0.0) * scale)[:, None]
-    _put(OUT, out, to, dims, d, here)
+    _put(OUT + (lead // heads) * sob + (lead % heads) * soh, out, at.to(tl.int64), dims, d, here)
 
 
 def backward(
@@ -230,9 +235,7 @@ def backward(
     """
     (b, h, n, _), hk = q.shape, k.shape[1]
     (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
-    pieces = min(hk, cdiv(g * (s + 2 * z), 6 * n))  # six times q at once, the result included
-    if pieces <= 1:
-        return _few_heads(d_out, d_lse, q, k, v, out, lse, alone, seating)
+    pieces = max(1, min(hk, cdiv(g * (s + 2 * z), 6 * n)))  # six times q at once, the result included
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
     group, size = h // hk, cdiv(hk, pieces)
@@ -244,39 +247,44 @@ def backward(
 
         tables = ("queries", "keys", "bias", "low", "high", "rank")
         few: dict[str, Any] = {name: of_heads(getattr(seating, name)) for name in tables}
-        dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine] = _few_heads(
+        _few_heads(
             d_out[:, mine], of_heads(d_lse), q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
             lse[:, mine].contiguous(), alone[:, mine].contiguous(), replace(seating, **few),
+            (dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine]),
         )  # fmt: skip
     return dq, dk, dv, d_bias
 
 
 def _few_heads(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
-    seating: Seating,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, seating = rows(q), rows(k), rows(v), plain(seating)
+    seating: Seating, answer: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """answer: where dq, dk, dv and d_bias are written."""
+    q, k, v = rows(q), rows(k), rows(v)
     (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
     lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
     tensors, sizes, strides, tiles = arguments(q, k, v, seating)
-    rounds, or_self = seating.rounds, seating.or_self
+    rounds, or_self, dq = seating.rounds, seating.or_self, answer[0]
     where = written(rounds, or_self)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=q.device)
 
-    dy, d_lse = d_out.to(v.dtype).contiguous(), None if d_lse is None else d_lse.contiguous()
+    dy = d_out.to(v.dtype).contiguous()
     delta, base2 = torch.empty_like(lse), torch.empty_like(lse)
+    each_round = rounds if where == BY_POSITION else 0
+    seated = new(lead * each_round * n, dtype=torch.int8)
     launch(
-        delta_kernel, (cdiv(lead * n, 64),), (out, dy, lse if d_lse is None else d_lse, lse, delta, base2),
-        (lead * n, e, seating.less),
-        HAS_D_LSE=d_lse is not None, BN=64, BE=tiles["BE"], num_warps=4,
+        delta_kernel, (cdiv(lead * n, 64),), (out, dy, lse if d_lse is None else d_lse, lse, delta, base2, seated),
+        (lead * n, n, e, seating.less),
+        HAS_D_LSE=d_lse is not None, ROUNDS=each_round, BN=64, BE=tiles["BE"], num_warps=4,
     )  # fmt: skip
     # Gradients of queries by position or seat, those of keys by seat: in the inputs' dtype, as the result will be. Four
     # roundings in place of one keep dq within twice the reference's error.
-    dq = torch.zeros(b, h, n, d, dtype=q.dtype, device=q.device) if where == ONCE else new(b, h, n, d, dtype=q.dtype)
-    part = dq if where == ONCE else new(lead * (g * s if where == BY_SEAT else rounds * n), d, dtype=q.dtype)
-    seated = torch.zeros(lead * rounds * n if where == BY_POSITION else 0, dtype=torch.int8, device=q.device)
+    if where == ONCE:
+        part = (dq if dq.is_contiguous() else new(b, h, n, d, dtype=q.dtype)).zero_()
+    else:
+        part = new(lead * (g * s if where == BY_SEAT else rounds * n), d, dtype=q.dtype)
     dk, dv = new(lead, g * z, d, dtype=k.dtype), new(lead, g * z, e, dtype=v.dtype)
     d_bias = new(lead, g * z if seating.bias is not None else 0, dtype=torch.float32)
     numbers = (*sizes, seating.scale * LOG2E, seating.scale, seating.offset, seating.left, seating.right, *strides)
@@ -295,24 +303,24 @@ def _few_heads(
             numbers, **tiles,
         )  # fmt: skip
     if where == BY_SEAT:
-        dq = sum_lists(seat_lists(seating.queries, n), lead, n, part, d)
+        sum_lists(seat_lists(seating.queries, n), part, dq, h)
     elif where == BY_POSITION:
         tile = max(16, 2048 // power(d))
         launch(
             sum_rounds_kernel, (cdiv(n, tile), lead),
             (part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse),
-            (n, d, h, h // hk, seating.offset, seating.scale, *k.stride()[:3]),
+            (n, d, h, h // hk, seating.offset, seating.scale, *dq.stride()[:2], *k.stride()[:3]),
             OR_SELF=or_self and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
         )  # fmt: skip
+    elif part is not dq:
+        dq.copy_(part)
     del part
     lists = seat_lists(seating.keys, m)
     of_k = of_v = None
     if or_self:
         of_k = None if d_lse is None else Alone(alone, q, d_lse, seating.offset, seating.scale)
         of_v = Alone(alone, dy, None, seating.offset, 1.0)
-    dk, dv = sum_lists(lists, lead, m, dk, d, of_k), sum_lists(lists, lead, m, dv, e, of_v)
+    sum_lists(lists, dk, answer[1], h, of_k)
+    sum_lists(lists, dv, answer[2], h, of_v)
     if seating.bias is not None:
-        d_bias = sum_lists(lists, lead, m, d_bias, 1)
-    if hk != h:  # the query heads of a key head, in their order
-        dk, dv = (x.view(b, hk, h // hk, m, -1).float().sum(2) for x in (dk, dv))
-    return dq.view(b, h, n, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e), d_bias.view(b, h, -1)
+        sum_lists(lists, d_bias, answer[3].unsqueeze(-1), h)

@@ -26,59 +26,79 @@ class Alone(NamedTuple):
     scale: float
 
 
-def seats_by_token(table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The tokens that sit in a table (b h g s) of positions below ``length``, sorted, and the flat seat of each.
+@jit
+def tokens_kernel(TABLE, TOKENS, total, length, seats, BN: tl.constexpr):
+    """Which token sits where. A token of sequence i is numbered i (length + 1) + its position; -1, an empty seat, has
+    position ``length``."""
+    at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    place = tl.load(TABLE + at, mask=at < total, other=-1).to(tl.int64)
+    token = (at // seats) * (length + 1) + tl.where(place < 0, length, place)
+    tl.store(TOKENS + at, token.to(TOKENS.dtype.element_ty), mask=at < total)
 
-    A token of sequence i is numbered i (length + 1) + its position; -1, an empty seat, has position ``length``.
-    """
-    lead, size = table.shape[0] * table.shape[1], length + 1
-    kind = torch.int32 if lead * size < 2**31 else torch.int64
-    sequence = torch.arange(lead, device=table.device).view(*table.shape[:2], 1, 1) * size
-    token = (torch.where(table < 0, length, table) + sequence).to(kind).view(-1)
-    token, order = token.sort(stable=True)
-    return token, order
+
+@jit
+def starts_kernel(TOKENS, START, many, total, steps, BN: tl.constexpr):
+    """START[i]: how many of the sorted TOKENS are below i, by halving."""
+    token = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    low, high = tl.zeros((BN,), tl.int64), tl.zeros((BN,), tl.int64) + total
+    for _ in range(steps):
+        middle = (low + high) // 2
+        below = tl.load(TOKENS + tl.minimum(middle, total - 1)).to(tl.int64) < token
+        high = tl.where((low < high) & (below == 0), middle, high)
+        low = tl.where((low < high) & below, middle + 1, low)
+    tl.store(START + token, low, mask=token < many)
 
 
 def seat_lists(table: Tensor, length: int) -> Lists:
     """table (b h g s) of positions below ``length``; -1 is an empty seat."""
-    token, order = seats_by_token(table, length)
-    many = table.shape[0] * table.shape[1] * (length + 1)
-    start = torch.searchsorted(token, torch.arange(many, dtype=token.dtype, device=table.device))
+    lead, total = table.shape[0] * table.shape[1], table.numel()
+    many = lead * (length + 1)
+    token = torch.empty(total, dtype=torch.int32 if many < 2**31 else torch.int64, device=table.device)
+    launch(
+        tokens_kernel, (cdiv(total, 1024),), (table.contiguous(), token), (total, length, total // lead), BN=1024,
+        num_warps=4,
+    )  # fmt: skip
+    token, order = token.sort(stable=True)
+    start = torch.empty(many, dtype=torch.int64, device=table.device)
+    launch(
+        starts_kernel, (cdiv(many, 256),), (token, start), (many, total, total.bit_length()), BN=256, num_warps=4
+    )  # fmt: skip
     return Lists(order, start)
 
 
 @jit
 def gather_sum_kernel(
-    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, rows, total, d, n, offset, heads, scale, sxb, sxh, sxn,
+    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, rows, total, d, n, offset, heads, group, scale, sob, soh, sxb, sxh, sxn,
     ALONE: tl.constexpr, WEIGHED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order."""
-    lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
-    dims, here = tl.arange(0, BD), at < rows
-    first = tl.load(START + lead * (rows + 1) + at, mask=here, other=0)
-    last = tl.load(START + lead * (rows + 1) + at + 1, mask=here, other=0)
+    """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group."""
+    kv_heads = heads // group
+    batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1) % kv_heads
+    at, dims = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    here = at < rows
     out = tl.zeros((BR, BD), tl.float32)
-    for step in range(tl.max((last - first).to(tl.int32), axis=0)):
-        turn = first + step
-        more = turn < last
-        seat = tl.load(ORDER + tl.minimum(turn, total - 1))  # in bounds; a masked load trips Triton 3.6
-        part = tl.load(PART + seat[:, None] * d + dims[None, :], mask=more[:, None] & (dims < d)[None, :], other=0.0)
-        out += part.to(tl.float32)
-    if ALONE:
-        query = at - offset
-        alone = tl.load(FLAGS + lead * n + query, mask=here & (query >= 0) & (query < n), other=0) != 0
-        x = tl.load(
-            X + (lead // heads) * sxb + (lead % heads) * sxh + query.to(tl.int64)[:, None] * sxn + dims[None, :],
-            mask=alone[:, None] & (dims < d)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        if WEIGHED:
-            x = x * (tl.load(WEIGHT + lead * n + query, mask=alone, other=0.0) * scale)[:, None]
-        out += x
-    tl.store(
-        OUT + (lead * rows + at)[:, None] * d + dims[None, :],
-        out.to(OUT.dtype.element_ty),
-        mask=here[:, None] & (dims < d)[None, :],
-    )
+    for one in range(group):
+        head = kv_head * group + one
+        lead = batch * heads + head
+        first = tl.load(START + lead * (rows + 1) + at, mask=here, other=0)
+        last = tl.load(START + lead * (rows + 1) + at + 1, mask=here, other=0)
+        for step in range(tl.max((last - first).to(tl.int32), axis=0)):
+            turn = first + step
+            mask = (turn < last)[:, None] & (dims < d)[None, :]
+            seat = tl.load(ORDER + tl.minimum(turn, total - 1))  # in bounds; a masked load trips Triton 3.6
+            out += tl.load(PART + seat[:, None] * d + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        if ALONE:
+            query = at - offset
+            alone = tl.load(FLAGS + lead * n + query, mask=here & (query >= 0) & (query < n), other=0) != 0
+            x = tl.load(
+                X + batch * sxb + head * sxh + query.to(tl.int64)[:, None] * sxn + dims[None, :],
+                mask=alone[:, None] & (dims < d)[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            if WEIGHED:
+                x = x * (tl.load(WEIGHT + lead * n + query, mask=alone, other=0.0) * scale)[:, None]
+            out += x
+    to = OUT + batch * sob + kv_head * soh + at.to(tl.int64)[:, None] * d + dims[None, :]
+    tl.store(to, out.to(OUT.dtype.element_ty), mask=here[:, None] & (dims < d)[None, :])
 
 
 @jit
@@ -112,28 +132,28 @@ def join_lists_kernel(ORDER, START, PART, PART_LSE, OUT, LSE, n, total, e, BR: t
     tl.store(LSE + to, tl.where(weight > 0, tl.log(safe) + highest, float("-inf")), mask=here)
 
 
-def sum_lists(lists: Lists, lead: int, length: int, part: Tensor, d: int, alone: Alone | None = None) -> Tensor:
-    """Add up what stands at each token's seats: part (lead g*s d) -> (lead length d)."""
-    total = torch.empty(lead, length, d, dtype=part.dtype, device=part.device)
+def sum_lists(lists: Lists, part: Tensor, out: Tensor, heads: int, alone: Alone | None = None) -> Tensor:
+    """Add up what stands at each token's seats: part (b*heads g*s d) -> out (b hk length d), whose rows are dense."""
+    b, hk, length, d = out.shape
     flags, x, weight, n, offset, scale = part, part, part, 0, 0, 0.0
-    heads = 1
     strides: tuple[int, ...] = (0, 0, 0)
     if alone is not None:
         flags, x, offset, scale = alone.flags, alone.x, alone.offset, alone.scale
         weight = alone.weight if alone.weight is not None else part
-        heads, n, strides = x.shape[1], x.shape[2], x.stride()[:3]
+        n, strides = x.shape[2], x.stride()[:3]
     launch(
-        gather_sum_kernel, (cdiv(length, 32), lead), (lists.order, lists.start, part, total, flags, x, weight),
-        (length, lists.order.numel(), d, n, offset, heads, scale, *strides),
+        gather_sum_kernel, (cdiv(length, 32), b * hk), (lists.order, lists.start, part, out, flags, x, weight),
+        (length, lists.order.numel(), d, n, offset, heads, heads // hk, scale, *out.stride()[:2], *strides),
         ALONE=alone is not None, WEIGHED=alone is not None and alone.weight is not None,
         BR=32, BD=power(d), num_warps=4,
     )  # fmt: skip
-    return total
+    return out
 
 
-def gather_sum(table: Tensor, length: int, part: Tensor, d: int) -> Tensor:
-    """Add up what stands at each token's seats: table (b h g s), part (lead g*s d) -> (lead length d)."""
-    return sum_lists(seat_lists(table, length), table.shape[0] * table.shape[1], length, part, d)
+def gather_sum(table: Tensor, length: int, part: Tensor, hk: int) -> Tensor:
+    """Add up what stands at each token's seats: table (b h g s), part (b h ... d) -> (b hk length d)."""
+    out = torch.empty(table.shape[0], hk, length, part.shape[-1], dtype=part.dtype, device=part.device)
+    return sum_lists(seat_lists(table, length), part, out, table.shape[1])
 
 
 def join_lists(lists: Lists, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Keys and values as the kernels walk over them: as they came, or copied in the order of their parts.
 
 A copy costs one pass over the keys and makes each part a stretch of rows: the kernels read whole tiles, and the bit
-mask of near keys in whole words. Gradients go back to where the keys came from.
+mask of near keys in whole words. Gradients go back to where the keys came from. On their way those of near keys, which
+come cluster by cluster, are added up key by key: sorted by stretches of keys, then picked by a product with ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch
+from ..members.kernels import by_label
+
+STRETCHES = 1022  # of keys at most, that gradients of near keys are sorted by: with both ends one tile of the sort
 
 
 @dataclass(frozen=True)
@@ -39,32 +43,61 @@ class Arranged:
 @jit
 def arrange_kernel(
     K, V, ORDER, TO_K, TO_V, m, d, e, heads, skb, skh, skm, svb, svh, svm,
-    BACK: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Row i of the copy is row ORDER[i] of the original. BACK: the other way round."""
+    """Row i of the copy is row ORDER[i] of the original."""
     lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), place < m
-    at = tl.load(ORDER + lead * m + place, mask=here, other=0).to(tl.int64)
-    place = place.to(tl.int64)
-    source, to = at, place
-    if BACK:
-        source, to = place, at
+    source = tl.load(ORDER + lead * m + place, mask=here, other=0).to(tl.int64)
     k_from = K + (lead // heads) * skb + (lead % heads) * skh + source[:, None] * skm + dims[None, :]
     v_from = V + (lead // heads) * svb + (lead % heads) * svh + source[:, None] * svm + values[None, :]
     of_k, of_v = here[:, None] & (dims < d)[None, :], here[:, None] & (values < e)[None, :]
-    tl.store(TO_K + (lead * m + to[:, None]) * d + dims[None, :], tl.load(k_from, mask=of_k, other=0.0), mask=of_k)
-    tl.store(TO_V + (lead * m + to[:, None]) * e + values[None, :], tl.load(v_from, mask=of_v, other=0.0), mask=of_v)
+    to = (lead * m + place)[:, None]
+    tl.store(TO_K + to * d + dims[None, :], tl.load(k_from, mask=of_k, other=0.0), mask=of_k)
+    tl.store(TO_V + to * e + values[None, :], tl.load(v_from, mask=of_v, other=0.0), mask=of_v)
 
 
-def _moved(k: Tensor, v: Tensor, order: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    (b, hk, m, d), e = k.shape, v.shape[3]
-    to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    launch(
-        arrange_kernel, (cdiv(m, 64), b * hk), (k, v, order, to_k, to_v),
-        (m, d, e, hk, *k.stride()[:3], *v.stride()[:3]),
-        BACK=back, BM=64, BD=power(d), BE=power(e), num_warps=4,
-    )  # fmt: skip
-    return to_k, to_v
+@jit
+def put_back_kernel(
+    DK, DV, ORDER, NEAR_AT, ENTRIES, FIRST, NEAR_DK, NEAR_DV, TO_K, TO_V, m, d, e, total, stretches, width,
+    HAS_NEAR: tl.constexpr, MOVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """Row ORDER[i] of the result is row i; what stands at the entries of NEAR_AT (lead total) is added to it first.
+    ENTRIES: their numbers by stretches of keys, each so wide. Without MOVED the result is where it was."""
+    lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
+    dims, values, here = tl.arange(0, BD), tl.arange(0, BE), place < m
+    begin, end, to = 0, 0, place.to(tl.int64)
+    if HAS_NEAR:
+        stretch = tl.program_id(0) * BM // width
+        begin = tl.load(FIRST + lead * (stretches + 2) + stretch)
+        end = tl.load(FIRST + lead * (stretches + 2) + stretch + 1)
+    if MOVED:
+        to = tl.load(ORDER + lead * m + place, mask=here, other=0).to(tl.int64)
+    else:
+        here = here & (end > begin)
+    of_k, of_v = here[:, None] & (dims < d)[None, :], here[:, None] & (values < e)[None, :]
+    source = (lead * m + place)[:, None]
+    dk = tl.load(DK + source * d + dims[None, :], mask=of_k, other=0.0).to(tl.float32)
+    dv = tl.load(DV + source * e + values[None, :], mask=of_v, other=0.0).to(tl.float32)
+    if HAS_NEAR:
+        for turn in range(begin, end, BN):
+            entry = turn + tl.arange(0, BN)
+            there = entry < end
+            row = lead * total + tl.load(ENTRIES + lead * total + tl.minimum(entry, end - 1))
+            at = tl.load(NEAR_AT + row, mask=there, other=-1)
+            k = tl.load(
+                NEAR_DK + row[:, None] * d + dims[None, :], mask=there[:, None] & (dims < d)[None, :], other=0.0
+            )
+            v = tl.load(
+                NEAR_DV + row[:, None] * e + values[None, :], mask=there[:, None] & (values < e)[None, :], other=0.0
+            )
+            mine = place[:, None] == at[None, :]
+            dk += tl.dot(mine.to(k.dtype), k, input_precision="tf32x3")
+            dv += tl.dot(mine.to(v.dtype), v, input_precision="tf32x3")
+    to = (lead * m + to)[:, None]
+    tl.store(TO_K + to * d + dims[None, :], dk.to(TO_K.dtype.element_ty), mask=of_k)
+    tl.store(TO_V + to * e + values[None, :], dv.to(TO_V.dtype.element_ty), mask=of_v)
 
 
 def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:
@@ -72,12 +105,36 @@ def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, fir
     k, v = rows(k), rows(v)
     if order is None or first is None:
         return Arranged(k, v, None if keep is None else keep.contiguous())
+    (b, hk, m, d), e = k.shape, v.shape[3]
     if keep is not None:
-        b, hk, m = k.shape[:3]
         keep = keep.unsqueeze(1).expand(b, hk, m).gather(2, order.view(b, hk, m).long())
-    return Arranged(*_moved(k, v, order, back=False), keep, order, first)
+    to_k, to_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    launch(
+        arrange_kernel, (cdiv(m, 64), b * hk), (k, v, order, to_k, to_v),
+        (m, d, e, hk, *k.stride()[:3], *v.stride()[:3]), BM=64, BD=power(d), BE=power(e), num_warps=4,
+    )  # fmt: skip
+    return Arranged(to_k, to_v, keep, order, first)
 
 
-def put_back(dk: Tensor, dv: Tensor, keys: Arranged) -> tuple[Tensor, Tensor]:
-    """Gradients of the arranged keys and values, where these came from."""
-    return (dk, dv) if keys.order is None else _moved(dk, dv, keys.order, back=True)
+def put_back(
+    dk: Tensor, dv: Tensor, keys: Arranged, near_at: Tensor, near_dk: Tensor, near_dv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the arranged keys and values (b hk m ...), with those of the near keys at near_at (b*h c t), where
+    they came from. What is not moved is changed in place."""
+    (b, hk, m, d), e, moved, near = dk.shape, dv.shape[3], keys.order is not None, near_at.shape[2] > 0
+    if not moved and not near:
+        return dk, dv
+    tile, width, stretches = 32, 1, 1
+    entries = first = near_at
+    if near:
+        width = tile * cdiv(m, tile * STRETCHES)
+        stretches = cdiv(m, width)
+        entries, first = by_label(near_at.view(b * hk, -1), stretches, width)
+    to_k, to_v = (torch.empty_like(dk), torch.empty_like(dv)) if moved else (dk, dv)
+    launch(
+        put_back_kernel, (cdiv(m, tile), b * hk),
+        (dk, dv, entries if keys.order is None else keys.order, near_at, entries, first, near_dk, near_dv, to_k, to_v),
+        (m, d, e, near_at.numel() // (b * hk), stretches, width), HAS_NEAR=near, MOVED=moved, BM=tile,
+        BN=64 if dk.element_size() == 2 else 32, BD=power(d), BE=power(e), num_warps=4,
+    )  # fmt: skip
+    return to_k, to_v

@@ -13,7 +13,7 @@ from .._jit import jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
-from .near import _limit, add_near
+from .near import _limit
 from .reference import Reach
 from .slope import _near_down
 from .slope_backward import Rows, pulled_rows
@@ -54,10 +54,12 @@ def prepare_kernel(
 
 @jit
 def dc_kernel(
-    PART, DL, MEAN, DC, rows, d, splits, parts, scale,
-    FOOT: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+    PART, DL, MEAN, FEET, DC, rows, d, splits, parts, feet, scale,
+    FOOT: tl.constexpr, HAS_FEET: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, BF: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot."""
+    """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot.
+    FEET (lead c feet d): those of the slope."""
     lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
     for first in range(0, splits, BS):
@@ -73,17 +75,22 @@ def dc_kernel(
             mask = (part < parts)[:, None] & (dims < d)[None, :]
             mean = tl.load(MEAN + place[:, None] * d + dims[None, :], mask=mask, other=0.0)
             total -= tl.sum(dl[:, None] * mean, 0)
+    if HAS_FEET:
+        foot = tl.arange(0, BF)
+        place = (lead * rows + row) * feet + foot
+        mask = (foot < feet)[:, None] & (dims < d)[None, :]
+        total += tl.sum(tl.load(FEET + place[:, None] * d + dims[None, :], mask=mask, other=0.0), 0)
     tl.store(DC + (lead * rows + row) * d + dims, total.to(DC.dtype.element_ty), mask=dims < d)
 
 
 @jit
 def _part_of(FIRST, place, parts, tile, BP: tl.constexpr, BM: tl.constexpr):
     """Parts cut into tiles, one after another: the part of tile number ``tile``, the tile's first key and the part's
-    end; no keys past the last tile."""
+    end; no keys past the last tile. Keys of no part are one more."""
     part = tl.arange(0, BP)
-    begin = tl.load(FIRST + place * (parts + 2) + part, mask=part < parts, other=0)
-    end = tl.load(FIRST + place * (parts + 2) + part + 1, mask=part < parts, other=0)
-    count = tl.where(part < parts, (end - begin // 32 * 32 + BM - 1) // BM, 0)
+    begin = tl.load(FIRST + place * (parts + 2) + part, mask=part <= parts, other=0)
+    end = tl.load(FIRST + place * (parts + 2) + part + 1, mask=part <= parts, other=0)
+    count = tl.where(part <= parts, (end - begin // 32 * 32 + BM - 1) // BM, 0)
     count = tl.where(end > begin, count, 0)
     last = tl.cumsum(count, 0)
     mine = (last > tile) & (last - count <= tile)
@@ -106,9 +113,10 @@ def coarse_bwd_kv_kernel(
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = place // kv_heads, place % kv_heads
-    part, start, begin, end = 0, tl.program_id(0) * BM, 0, m
+    part, start, begin, end, seeing = 0, tl.program_id(0) * BM, 0, m, rows
     if HAS_PARTS:
         part, start, begin, end = _part_of(FIRST, place, parts, tl.program_id(0), BP, BM)
+        seeing = tl.where(part < parts, rows, 0)  # keys of no part (padding) are nobody's: their gradients are 0
     key, dims, values = start + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
     at, keep = key.to(tl.int64)[:, None], (key >= begin) & (key < end)
     of_k, of_v = (key < m)[:, None] & (dims < d)[None, :], (key < m)[:, None] & (values < e)[None, :]
@@ -123,7 +131,7 @@ def coarse_bwd_kv_kernel(
         omega, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
         if SLOPE:
             pull = tl.load(PULL + lead * m + key, mask=key < m, other=0.0)
-        for of in range(0, rows, BC):
+        for of in range(0, seeing, BC):
             row = of + tl.arange(0, BC)
             here = row < rows
             centroid, far_row = lead * rows + row, (lead * parts + part) * rows + row
@@ -236,14 +244,14 @@ def coarse_bwd_c_kernel(
 
 @dataclass(frozen=True)
 class Given:
-    """Gradients of what forward found, (b*h p c ...), and of each cluster's near keys."""
+    """Gradients of what forward found, (b*h p c ...)."""
 
     out: Tensor
     mean_key: Tensor
     lse: Tensor
     near_lse: Tensor | None  # (b*h c)
     slope: Tensor | None  # (b*h d e): one block
-    near: tuple[Tensor, Tensor] | None  # (b*h c t d), (b*h c t e)
+    feet: Tensor | None  # (b*h c splits d): of the centroids, where the slope stands
 
 
 def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) -> Rows:
@@ -300,29 +308,26 @@ def backward(
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
         "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
-    # keys of no part (padding) are nobody's: their gradients are 0
-    fresh = torch.zeros if keys.first is not None else torch.empty
-    dk = fresh((b, hk, m, d), dtype=k.dtype, device=k.device)
-    dv = fresh((b, hk, m, e), dtype=v.dtype, device=k.device)
-    key_tiles = cdiv(m, tile["BM"]) + (2 * parts if keys.first is not None else 0)
+    dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
+    key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
-        num_stages=1, BP=power(parts, least=1), **flags, **tile,
+        num_stages=1, BP=power(parts + 1, least=1), **flags, **tile,
     )  # fmt: skip
-    if given.near is not None:
-        add_near(dk, dv, found.near_at, *given.near)
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
+    feet = 0 if given.feet is None else given.feet.shape[2]
     part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
     launch(
         coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, row.amount, row.per_key, part),
         (*sizes, splits, stretch, *strides), **flags, **tile,
     )  # fmt: skip
     launch(
-        dc_kernel, (clusters, lead), (part, given.lse, found.mean_key, dc),
-        (clusters, d, splits * parts, parts, reach.scale),
-        FOOT=foot, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)), BD=tile["BD"],
-        num_warps=1 if splits * parts < 16 else 4,
+        dc_kernel, (clusters, lead),
+        (part, given.lse, found.mean_key, part if given.feet is None else given.feet, dc),
+        (clusters, d, splits * parts, parts, feet, reach.scale),
+        FOOT=foot, HAS_FEET=feet > 0, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)),
+        BF=power(feet, least=1), BD=tile["BD"], num_warps=1 if splits * parts < 16 else 4,
     )  # fmt: skip
     return dc, dk, dv

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl
+from .._jit import THIN, jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .near import _limit, select
@@ -213,7 +213,8 @@ def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
     d, e = power(k.shape[-1]), power(v.shape[-1])
     width = (d + e) * k.element_size()
-    return {"BC": min(128 if width <= 256 else 64 if width <= 512 else 32, power(clusters)), "BM": 64, "BD": d, "BE": e}
+    most = 128 if width <= 256 else 64 if width <= 512 else 32
+    return {"BC": min(most, power(clusters, THIN)), "BM": 64, "BD": d, "BE": e}
 
 
 def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:

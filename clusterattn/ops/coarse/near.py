@@ -2,7 +2,7 @@
 
 Scores go to memory once, with the largest of each group of neighbouring keys. The ``top`` best keys of a row can only
 lie in its ``top`` best groups; and of these few scores a binary search over their bits finds the threshold. The chosen
-keys become a list and a bit mask. In backward their gradients, written cluster by cluster, are added up key by key.
+keys become a list and a bit mask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .._jit import jit, power, precision, tl
 from .._launch import cdiv, launch
-from ..bucketed.lists import seats_by_token
 from .arrange import Arranged
 from .reference import Reach
 
@@ -182,50 +181,3 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
         num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits
-
-
-@jit
-def near_kernel(
-    TOKENS, ORDER, NEAR_DK, NEAR_DV, DK, DV, total, m, d, e,
-    BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Entries sorted by key: the first entry of each key adds up all of them. A key's run may go on in later tiles."""
-    begin = tl.program_id(0) * BN
-    at, dims, values = begin + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BE)
-    token = tl.load(TOKENS + at, mask=at < total, other=-1)
-    before = tl.load(TOKENS + at - 1, mask=(at > 0) & (at < total), other=-1)
-    leads = (token != before) & (token % (m + 1) != m) & (at < total)
-    last = tl.load(TOKENS + tl.minimum(begin + BN, total) - 1)
-    dk, dv = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
-    start, going = begin, True
-    while going:
-        other = start + tl.arange(0, BN)
-        theirs = tl.load(TOKENS + other, mask=other < total, other=-2)
-        seat = tl.load(ORDER + tl.minimum(other, total - 1))
-        same = leads[:, None] & (token[:, None] == theirs[None, :])
-        row, there = seat[:, None], (other < total)[:, None]
-        k = tl.load(NEAR_DK + row * d + dims[None, :], mask=there & (dims < d)[None, :], other=0.0)
-        v = tl.load(NEAR_DV + row * e + values[None, :], mask=there & (values < e)[None, :], other=0.0)
-        dk += tl.dot(same.to(k.dtype), k, input_precision="tf32x3")
-        dv += tl.dot(same.to(v.dtype), v, input_precision="tf32x3")
-        start += BN
-        following = tl.load(TOKENS + tl.minimum(start, total - 1))
-        going = (start < total) & (following == last)
-    key = ((token // (m + 1)).to(tl.int64) * m + token % (m + 1))[:, None]
-    here = leads[:, None] & (dims < d)[None, :]
-    dk += tl.load(DK + key * d + dims[None, :], mask=here, other=0.0)
-    tl.store(DK + key * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=here)
-    here = leads[:, None] & (values < e)[None, :]
-    dv += tl.load(DV + key * e + values[None, :], mask=here, other=0.0)
-    tl.store(DV + key * e + values[None, :], dv.to(DV.dtype.element_ty), mask=here)
-
-
-def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor) -> None:
-    """Add the gradients (b*h c t ...) of the near keys at near_at (b*h c t) to those of all keys (b hk m ...)."""
-    (b, hk, m, d), e = dk.shape, dv.shape[3]
-    tokens, order = seats_by_token(near_at.view(b, hk, 1, -1), m)
-    tile = 32
-    launch(
-        near_kernel, (cdiv(tokens.numel(), tile),), (tokens, order, near_dk, near_dv, dk, dv),
-        (tokens.numel(), m, d, e), BN=tile, BD=power(d), BE=power(e), num_warps=4,
-    )  # fmt: skip

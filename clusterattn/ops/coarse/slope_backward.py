@@ -183,7 +183,7 @@ def pulled_rows(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far,
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=k.device)
 
-    half = k.element_size() == 2  # products of fp32 are written out by the compiler: small ones
+    half = k.element_size() == 2  # a product of fp32 is three of tf32, with twice the bytes: smaller tiles
     per_key, size = new(lead, m), 64 if half else 16
     launch(
         pull_kernel, (cdiv(m, size), lead), (k, v, slope, per_key),

@@ -300,10 +300,8 @@ def backward(
             PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
         )  # fmt: skip
         d_slope = added(part)
-    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, (near_dk, near_dv) if top else None)
+    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, foot if slope else None)
     dc, dk, dv = coarse_backward.backward(
         given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER
     )
-    if slope:
-        dc = dc + foot.sum(2).view_as(dc).to(dc.dtype)
-    return dq, dc, *put_back(dk, dv, keys)
+    return dq, dc, *put_back(dk, dv, keys, found.near_at, near_dk, near_dv)

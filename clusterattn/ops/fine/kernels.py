@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, registers, rows, tl
+from .._jit import THIN, jit, power, precision, registers, rows, tl
 from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
@@ -174,7 +174,7 @@ def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int)
     keys = 64 if width * q.element_size() <= 512 else 32
     size = tile * width * q.element_size()
     return {
-        "BS": tile, "BT": min(keys, power(top)), "BP": min(keys, power(parts)), "BD": power(d), "BE": power(e),
+        "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": power(d), "BE": power(e),
         "PRECISION": precision(q),
         "num_warps": 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8,
     }, splits  # fmt: skip

@@ -18,7 +18,6 @@ from .. import _backends
 from .._backends import REFERENCE, serving
 from .._chunks import wide
 from .._op import op
-from ..rows import broadcast
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,17 @@ def _(
     return x.new_empty((b, h, clusters, d)), x.new_empty((b, h, clusters), dtype=torch.int64)
 
 
+@op("means_backward")
+def _means_backward(d_means: Tensor, member_of: Tensor, counts: Tensor, backend: str) -> Tensor:
+    found: Tensor = _backends.backward("means", backend)(d_means, member_of, counts)
+    return found
+
+
+@_means_backward.fake
+def _(d_means: Tensor, member_of: Tensor, counts: Tensor, backend: str) -> Tensor:
+    return d_means.new_empty((*member_of.shape, d_means.shape[-1]))
+
+
 def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[1], output[1])
     ctx.backend = inputs[5]
@@ -124,11 +134,7 @@ def _keep_members(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _give_back_means(ctx: Any, d_means: Tensor | None, _: None) -> Tensor | None:
-    if d_means is None:
-        return None
-    member_of, counts = ctx.saved_tensors
-    each = (wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype)
-    return broadcast(each, member_of, backend=ctx.backend)
+    return None if d_means is None else _means_backward(d_means, *ctx.saved_tensors, ctx.backend)
 
 
 _means.gradient(_give_back_means, _keep_members)

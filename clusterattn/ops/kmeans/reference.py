@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
+from ..rows import broadcast
 
 FEW = 1024  # starts whose mean is the origin: any point among them would do
 
@@ -130,6 +131,11 @@ def means(
     counts = torch.zeros(b, h, clusters + 1, dtype=torch.int64, device=x.device)
     counts = counts.scatter_add_(2, bins, torch.ones_like(bins))[..., :clusters].contiguous()
     return (total / counts.clamp(min=1).unsqueeze(-1)).to(x.dtype), counts
+
+
+def means_backward(d_means: Tensor, member_of: Tensor, counts: Tensor) -> Tensor:
+    """Each member's share of its mean's gradient."""
+    return broadcast((wide(d_means) / counts.clamp(min=1).unsqueeze(-1)).to(d_means.dtype), member_of)
 
 
 def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:

@@ -16,18 +16,18 @@ STRETCH = 512
 
 
 @jit
-def _homes(LABELS, lead, at, n, c):
+def _homes(LABELS, lead, at, n, c, width):
     """The cluster of each row: c for those without one, c + 1 past the end."""
     label = tl.load(LABELS + lead * n + at, mask=at < n, other=0).to(tl.int32)
-    return tl.where(at < n, tl.where(label < 0, c, label), c + 1)
+    return tl.where(at < n, tl.where(label < 0, c, label // width), c + 1)
 
 
 @jit
-def count_kernel(LABELS, COUNTS, n, c, stretches, BN: tl.constexpr, BC: tl.constexpr):
+def count_kernel(LABELS, COUNTS, n, c, width, stretches, BN: tl.constexpr, BC: tl.constexpr):
     """COUNTS (lead stretches c+1): the rows of each cluster in each stretch."""
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     which = tl.arange(0, BC)
-    count = tl.histogram(_homes(LABELS, lead, stretch * BN + tl.arange(0, BN), n, c), BC)
+    count = tl.histogram(_homes(LABELS, lead, stretch * BN + tl.arange(0, BN), n, c, width), BC)
     tl.store(COUNTS + (lead * stretches + stretch) * (c + 1) + which, count, mask=which <= c)
 
 
@@ -49,11 +49,11 @@ def scan_kernel(COUNTS, TOTAL, c, stretches, BS: tl.constexpr, BC: tl.constexpr)
 
 
 @jit
-def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, stretches, BN: tl.constexpr, BC: tl.constexpr):
+def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, width, stretches, BN: tl.constexpr, BC: tl.constexpr):
     """ORDER (lead n), and FIRST (lead c+2): where each cluster begins."""
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at, which = tl.arange(0, BN), tl.arange(0, BC)
-    homes = _homes(LABELS, lead, stretch * BN + at, n, c)
+    homes = _homes(LABELS, lead, stretch * BN + at, n, c, width)
     total = tl.load(TOTAL + lead * (c + 1) + which, mask=which <= c, other=0)
     begin = tl.cumsum(total, 0) - total
     if stretch == 0:
@@ -66,8 +66,11 @@ def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, stretches, BN: tl.co
     tl.store(ORDER + lead * n + tl.gather(begin, home, 0) + at, stretch * BN + row, mask=home <= c)
 
 
-def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """labels (lead n) -> order (lead n), first (lead c+2), both int32: cluster i holds order[first[i] : first[i+1]]."""
+def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Tensor]:
+    """labels (lead n) -> order (lead n), first (lead c+2), both int32: cluster i holds order[first[i] : first[i+1]].
+
+    width: so many labels that follow each other are one cluster.
+    """
     labels = labels.contiguous()
     lead, n = labels.shape
     tile = min(STRETCH, power(n))
@@ -78,10 +81,13 @@ def by_label(labels: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
     first = torch.empty(lead, clusters + 2, dtype=torch.int32, device=labels.device)
     order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
     wide = power(clusters + 2)
-    sizes = (n, clusters, stretches)
+    sizes = (n, clusters, width, stretches)
     launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
     few, across = min(64, power(stretches, least=1)), min(64, wide)
-    launch(scan_kernel, (cdiv(clusters + 1, across), lead), (counts, total), sizes[1:], BS=few, BC=across, num_warps=4)
+    launch(
+        scan_kernel, (cdiv(clusters + 1, across), lead), (counts, total), (clusters, stretches), BS=few, BC=across,
+        num_warps=4,
+    )  # fmt: skip
     launch(
         place_kernel, (stretches, lead), (labels, counts, total, first, order), sizes, BN=tile, BC=wide,
         num_warps=4 if wide <= 1024 else 8,

@@ -13,7 +13,10 @@ from ..members.kernels import by_label
 
 
 @jit
-def broadcast_fwd_kernel(ROWS, LABELS, OUT, n, c, x, BN: tl.constexpr, BX: tl.constexpr):
+def broadcast_fwd_kernel(
+    ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr
+):
+    """SHARED: each member gets its share of the row, one of COUNTS (lead c)."""
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims = tl.arange(0, BX)
     label = tl.load(LABELS + lead * n + at, mask=at < n, other=-1)
@@ -22,17 +25,23 @@ def broadcast_fwd_kernel(ROWS, LABELS, OUT, n, c, x, BN: tl.constexpr, BX: tl.co
         mask=(label >= 0)[:, None] & (dims < x)[None, :],
         other=0.0,
     )
+    if SHARED:
+        count = tl.load(COUNTS + lead * c + label, mask=label >= 0, other=1)
+        row = (row.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + (lead * n + at)[:, None] * x + dims[None, :], row, mask=(at < n)[:, None] & (dims < x)[None, :])
 
 
-def broadcast(rows: Tensor, labels: Tensor) -> Tensor:
-    """rows (b h c x), labels (b h n) -> (b h n x); 0 for label -1."""
+def broadcast(rows: Tensor, labels: Tensor, counts: Tensor | None = None) -> Tensor:
+    """rows (b h c x), labels (b h n) -> (b h n x); 0 for label -1. With counts (b h c) each row over its count."""
     rows, labels = rows.contiguous(), labels.contiguous()
     (b, h, c, x), n = rows.shape, labels.shape[2]
     out = torch.empty(b, h, n, x, dtype=rows.dtype, device=rows.device)
     wide = power(x, least=1)
     tile = max(32, min(1024, 8192 // wide))
-    launch(broadcast_fwd_kernel, (cdiv(n, tile), b * h), (rows, labels, out), (n, c, x), BN=tile, BX=wide, num_warps=4)
+    launch(
+        broadcast_fwd_kernel, (cdiv(n, tile), b * h), (rows, labels, labels if counts is None else counts, out),
+        (n, c, x), SHARED=counts is not None, BN=tile, BX=wide, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -45,6 +54,4 @@ def broadcast_backward(
 
 
 def take_backward(d_rows: Tensor, at: Tensor, heads: int, length: int) -> Tensor:
-    (b, h), d = at.shape[:2], d_rows.shape[-1]
-    summed = gather_sum(at.reshape(b, h, 1, -1), length, d_rows.contiguous(), d).view(b, heads, h // heads, length, d)
-    return summed.float().sum(2).to(d_rows.dtype) if heads != h else summed.squeeze(2).clone()
+    return gather_sum(at.flatten(2).unsqueeze(2), length, d_rows.contiguous(), heads)
