@@ -154,8 +154,8 @@ def draw() -> None:
     found = gpu_rows()
     if found:
         kind = ("h", "d", "dtype", "causal", "data")
-        first = [found[0][key] for key in kind]
-        alike = [row for row in found if [row[key] for key in kind] == first]
+        first = [found[0].get(key) for key in kind]
+        alike = [row for row in found if [row.get(key) for key in kind] == first]
         lengths = Counter(row["method"] for row in {(row["method"], row["n"]): row for row in alike}.values())
         # a line needs points; the default is shown wherever it was measured
         alike = [row for row in alike if lengths[row["method"]] > 2 or row["method"] == "refined"]

@@ -89,7 +89,7 @@ def box() -> str:
 
 def data_of(row: Row) -> str:
     """What a call was timed on, in a few words."""
-    told = str(row["data"])
+    told = str(row.get("data", ""))
     if "ixture" in told:
         return "a mixture of Gaussians"
     return "heads of TabPFN v1, repeated" if "TabPFN" in told else told.partition(",")[0]
@@ -141,8 +141,10 @@ def error_of(found: Sequence[Row], n: int | None = None) -> float | None:
 def speed_tables(found: Sequence[Row], peer: str) -> str:
     """One table for each machine and shape: times as fast as exact attention, by length, the passes side by side."""
     kinds: dict[tuple[object, ...], list[Row]] = {}
+    usual = next((row["data"] for row in found if "data" in row), "")  # a row that failed does not name it
     for row in found:
-        kinds.setdefault((machine(row), row["data"], row["dtype"], row["h"], row["d"], row["causal"]), []).append(row)
+        shape = (row["dtype"], row["h"], row["d"], row["causal"])
+        kinds.setdefault((machine(row), row.get("data", usual), *shape), []).append(row)
     parts = []
     for same in kinds.values():
         latest = {(row["pass"], row["method"], row["n"]): row for row in same}  # later rows replace earlier ones
@@ -158,10 +160,10 @@ def speed_tables(found: Sequence[Row], peer: str) -> str:
             )
             for method in dict.fromkeys(row["method"] for row in shown)
         ]  # fmt: skip
-        shape = f"{same[0]['h']} heads × {same[0]['d']}, {same[0]['dtype']}{', causal' if same[0]['causal'] else ''}"
+        words = f"{same[0]['h']} heads × {same[0]['d']}, {same[0]['dtype']}{', causal' if same[0]['causal'] else ''}"
         parts.append(
             table(("method", *(f"N = {spaced(n)}" for n in lengths), "output error"), body)
-            + origin([*latest.values()], " / ".join(passes), shape, str(same[0]["data"]), f"exact is {peer}")
+            + origin([*latest.values()], " / ".join(passes), words, str(same[0].get("data", usual)), f"exact is {peer}")
         )
     return "\n".join(parts) or NOT_YET
 
