@@ -102,6 +102,8 @@ def _words(row: Row) -> str:
     settings = row["settings"]
     if row["method"] == "refined":
         return "default"
+    if settings["method"] == "tuned":
+        return f"within {settings['tolerance']}"
     if "rounds" in settings:
         return f"{settings['rounds']}×{settings.get('q_seats', '')}"
     sizes = [str(settings[name]) for name in ("clusters", "top") if settings.get(name) is not None]

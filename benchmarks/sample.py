@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 import clusterattn as ca
 from clusterattn.measure import Row, append, cost, embedded, environment, exact_answer, relative_error, rows_path
 from clusterattn.measure.compare import compare, methods_for
@@ -67,7 +69,8 @@ QUESTIONS: dict[str, list[ca.Method]] = {  # what is asked -> the settings side 
 def settings(sample: Sample, only: str | None = None) -> Iterator[Row]:
     """The output error of each setting, mean and range over seeds; the processor's time beside exact's."""
     around = environment()
-    (b, h, n, m, d, e), answers, given = sample.shape, {}, (sample.q, sample.k, sample.v)
+    (b, h, n, m, d, e), given = sample.shape, (sample.q, sample.k, sample.v)
+    answers: dict[bool, Tensor] = {}
     for question, methods in QUESTIONS.items():
         if only not in (None, question):
             continue

@@ -34,6 +34,7 @@ ALSO = {  # what the papers and PyTorch call some of them
     "transformer": "exact",
     "lsh": "reformer",
     "oracle-top": "oracle_top",
+    "tuned": "plan",
 }
 MAP_TOKENS = 1024  # a map with more rows or columns than this is cut to its first corner
 ZOOM_TOKENS = 30

@@ -152,7 +152,7 @@ class Clustered(Method):
         valid = (call.mask.query_rows(q).index_select(1, row) & (at < n)).view(b, 1, blocks, self._block)
         many = h // k.shape[1] if self.share_heads else 1
         if many > 1:  # a block has the queries of all its heads
-            x = x.unflatten(1, (h // many, many)).transpose(2, 3).flatten(3, 4)
+            x = x.view(b, h // many, many, blocks, self._block, d).transpose(2, 3).flatten(3, 4)
             valid = valid.repeat(1, 1, 1, many)
         past = self.centroids_from == "past"
         source = slice(0, blocks - 1) if past else slice(1, blocks)
@@ -170,7 +170,7 @@ class Clustered(Method):
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
-            labels = labels.unflatten(3, (many, self._block)).transpose(2, 3).flatten(1, 2)
+            labels = labels.view(b, h // many, blocks - 1, many, self._block).transpose(2, 3).flatten(1, 2)
             return F.pad(labels, (0, 0, before, after), value=-1).flatten(2).index_select(2, mine)
 
         members = call.ops.nearest(points, centres)

@@ -166,11 +166,14 @@ class Search:
         self.bench, self.tolerance, self.given, self.by_head, self.strict = bench, tolerance, given, by_head, strict
         self.tick = tick
         self.layers: dict[str, Layer] = {}
+        self.kinds: dict[str, str] = {}
         self.steps = 0
 
     def run(self) -> tuple[dict[str, LayerPlan], float]:
         self._tell("exact attention")
-        self.layers = {name: layer for name, layer in self.bench.shapes().items() if self._prepare(layer)}
+        met = self.bench.shapes()
+        self.kinds = {name: layer.kind for name, layer in met.items()}
+        self.layers = {name: layer for name, layer in met.items() if self._prepare(layer)}
         if not self.layers:
             return {}, 0.0
         near = min(len(self.bench.batches), NEAR_BATCHES)
@@ -316,7 +319,7 @@ class Search:
             given = choice.get(layer_name, Exact())
             share = self._layer_cost(layer, given) / layer.exact_cost if layer else 1.0
             own = math.sqrt(self._missed(layer, given) / max(sum(layer.size), 1e-300)) if layer else 0.0
-            kind = layer.kind if layer else ""
+            kind = self.kinds.get(layer_name, "")
             rows.append({"layer": layer_name, "kind": kind, "method": text(given), "cost_share": share, "error": own})
         whole = sum(layer.exact_cost for layer in self.layers.values())
         note = {
