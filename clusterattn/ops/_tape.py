@@ -347,7 +347,8 @@ class Half:
             else:
                 run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
         found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
-        return found, Kept(memory, {i: made[i] for i in self.hands_on})
+        # An output that backward reads is kept as another tensor: the output itself will hold the graph that holds this.
+        return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 
     def _do(
         self, step: list[Any], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
