@@ -3,20 +3,19 @@
 A *ladder* is a list of sizes, each rung dearer and closer to exact attention than the one before; a *budget* is the
 share of exact attention's multiply-adds, grouping included, that a call may take. Sizes that a method leaves open are
 those of the highest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
-budget, the usual ones for the length. Lengths count in
-steps (512, 768, 1 024, 1 536, ...), so that sizes are step functions and a compiled graph serves a range of lengths;
-shares only fall as a length grows inside its step.
+budget, the usual ones for the length. Lengths count in steps (512, 768, 1 024, 1 536, ...), so that sizes are step
+functions and a compiled graph serves a range of lengths; shares only fall as a length grows inside its step.
 
-Where the rungs come from (docs/methods.md has the figures):
+Where the rungs come from (docs/pretrained.md and docs/what-did-not-work.md have the figures):
 
 SHORT    below 2 048 attention of text and speech is sharp: near keys beat far parts and the slope at equal cost. Rungs
-         are (a cluster for so many queries, near keys): MiniLM-L6 at 512, and the embedded sample, where of 700
-         settings at 27 % the best has 25 clusters, 84 near keys, k-means on a quarter of the queries along d/4
-         directions
+         are (a cluster for so many queries, near keys): MiniLM-L6 at 512, Whisper's encoder at 1 500, and the embedded
+         sample. k-means takes three steps from far-apart starts, on half of the queries, along d/4 directions
 LONG     from 2 048 on it is diffuse: as many parts and near keys as clusters, and the slope. TabPFN v1 at 4 000, 8 192
          (the long sample: of 60 settings at 7 %, and of 40 at 15 % on its first 4 000 rows, 64 / 64 / 64 is the best),
          10 000 and 60 000 rows (of 12 settings at 1 to 1.6 %, four seeds each, 256 / 32 / 64 keeps the accuracy best)
-CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does: SmolLM2-135M at 2 048 .. 8 192
+CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does, more clusters than eight for a
+         block least of all: SmolLM2-135M at 2 048 .. 8 192
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ LONG = (
     (1024, 256, 512), (1024, 512, 1024), (2048, 512, 1024), (4096, 1024, 2048), (8192, 2048, 4096),
 )  # fmt: skip  clusters, near keys, parts; with parts, the slope
 CAUSAL = (
-    (8, 16), (8, 32), (8, 64), (8, 96), (8, 128), (8, 192), (8, 256), (8, 320), (8, 384), (8, 512), (8, 640), (8, 768),
-    (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
+    (4, 16), (4, 32), (8, 32), (8, 64), (8, 96), (8, 128), (8, 192), (8, 256), (8, 320), (8, 384), (8, 512), (8, 640),
+    (8, 768), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
 )  # fmt: skip  clusters of a block, near keys
 
 # Length -> the sizes of a method that names no budget, from that length on.
