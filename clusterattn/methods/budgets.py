@@ -2,7 +2,7 @@
 
 A *ladder* is a list of sizes, each rung dearer and closer to exact attention than the one before; a *budget* is the
 share of exact attention's multiply-adds, grouping included, that a call may take. Sizes that a method leaves open are
-those of the highest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
+those of the dearest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
 budget, the usual ones for the length. Lengths count in steps (512, 768, 1 024, 1 536, ...), so that sizes are step
 functions and a compiled graph serves a range of lengths; shares only fall as a length grows inside its step.
 
@@ -143,8 +143,9 @@ def _filled(method: Refined, at: Shape) -> Refined:
     ladder = [_sensible(method, rung, at) for rung in rungs(at)]
     ladder = [each for each in ladder if _is_sensible(each, at)] or ladder
     most = method.budget * Exact().cost(at.n, at.m, at.d, at.e, causal=at.causal)
-    inside = [each for each in ladder if each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) <= most]
-    return inside[-1] if inside else ladder[0]
+    # Parts that are left out for few queries may make a higher rung the cheaper one.
+    cost = {each: each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) for each in ladder}
+    return max((each for each in ladder if cost[each] <= most), key=cost.__getitem__, default=ladder[0])
 
 
 def _sensible(method: Refined, rung: Rung, at: Shape) -> Refined:
