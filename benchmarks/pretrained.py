@@ -225,6 +225,8 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def show(args: argparse.Namespace) -> int:
+    from pretrained_picture import FIGURES, picture
+
     paths = [args.rows] if args.rows else sorted(RESULTS.glob("pretrained_*.jsonl"))
     rows = {(row["task"], row["method"]): row for path in paths for row in rows_of(path) if row["limit"] == args.limit}
     missed = 0
@@ -255,58 +257,9 @@ def show(args: argparse.Namespace) -> int:
                     else f"{'MET ' if met else 'MISSED'}  {words}: {by}"
                 )
         if args.pictures:
-            picture(task, mine, figures, args.pictures)
+            args.pictures.mkdir(parents=True, exist_ok=True)
+            (args.pictures / f"pretrained-{task}.png").write_bytes(picture(task, mine, figures))
     return 1 if missed else 0
-
-
-FIGURES = {  # key -> axis label
-    "distance": "cosine distance of embeddings",
-    "top1": "top-1 accuracy",
-    "wer": "word error rate",
-    "changed": "words changed against exact",
-    "kl": "KL to exact, nats",
-    "perplexity": "perplexity",
-    "hidden": "error of the last hidden state",
-}
-
-
-def picture(task: str, rows: list[Row], figures: list[str], folder: Path) -> None:
-    """Error against cost, one panel for each figure of the task; what has nothing but defaults is marked."""
-    from clusterattn.measure import plots
-    from clusterattn.measure.plots_model import label_points
-
-    curves: dict[tuple[str, bool], list[Row]] = {}
-    for row in rows:
-        prefill = row["settings"].get("centroids_from") == "block"
-        curves.setdefault((row["settings"]["method"], prefill), []).append(row)
-    with plots.rules():
-        drawn = plots.canvas(4.6 * len(figures) + 1.6, 3.7)
-        panels = drawn.subplots(1, len(figures), squeeze=False)[0]
-        for panel, key in zip(panels, figures, strict=True):
-            for (kind, prefill), some in curves.items():
-                colour, marker = plots.style_of(kind)
-                panel.plot(
-                    [row["cost_share"] for row in some],
-                    [row[key] for row in some],
-                    color=colour,
-                    marker=marker,
-                    linestyle="",
-                    fillstyle="none" if prefill else "full",
-                    label=kind + (" (prefill)" if prefill else "") if panel is panels[0] else None,
-                )
-                plain = [row for row in some if row["method"] == kind != "exact"]
-                label_points(panel, [(row["cost_share"], row[key], kind) for row in plain], colour)
-            panel.set(xlabel="multiply-adds, exact = 1", ylabel=FIGURES[key], xscale="log")
-            plots.plain_log_ticks(panel.xaxis)
-            above = [row[key] for row in rows if row[key] > 0]
-            if key not in ("top1", "perplexity") and above:  # differences from exact attention, which is 0 there
-                panel.set_yscale("symlog", linthresh=min(above))
-                panel.set_ylim(0, 2 * max(above))
-            panel.grid(True, which="major")
-        drawn.legend(loc="outside right upper")
-        drawn.suptitle(task)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"pretrained-{task}.png").write_bytes(plots.as_png(drawn))
 
 
 def main() -> int:

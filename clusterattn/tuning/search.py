@@ -68,17 +68,22 @@ def tune(
 ) -> Plan:
     """The plan with the least cost whose output on these batches stays within ``tolerance`` of exact attention's.
 
-    model      a transformers model; it comes back with exact attention
-    batches    keyword arguments of the model: a few that are like what it will see, at the lengths it will see
-    tolerance  largest ‖output − exact output‖ / ‖exact output‖ with the whole plan in place, over all real positions
-    methods    candidates, with sizes that they leave open chosen for the layer's longest call; default: Refined from
-               few to many clusters, keys and parts, and Local, as the lengths suggest
-    cost       "time": measured on this device, one method for each layer; or "multiply-adds" (grouping included)
-    heads      let the heads of a layer have different methods where that saves enough
-    strict     causal layers get strictly causal methods alone; False: value-causal ones too, for prefill (docs/laws.md)
-    only       a regular expression: layers whose name it does not find stay exact
-    output     what is compared, (rows x): ``output(model, batch)``; default: the last hidden states, else the logits
-    state      a file to keep measurements in: a run that was interrupted goes on from there
+    Args:
+        model: a transformers model; it comes back with exact attention
+        batches: keyword arguments of the model: a few that are like what it will see, at the lengths it will see
+        tolerance: largest ‖output − exact output‖ / ‖exact output‖ with the whole plan in place, over all real
+            positions
+        methods: candidates, with sizes that they leave open chosen for the layer's longest call; default: Refined from
+            few to many clusters, keys and parts, and Local, as the lengths suggest
+        cost: "time": measured on this device, one method for each layer; or "multiply-adds" (grouping included)
+        heads: let the heads of a layer have different methods where that saves enough
+        strict: causal layers get strictly causal methods alone; False: value-causal ones too, for prefill
+            (docs/laws.md)
+        only: a regular expression: layers whose name it does not find stay exact
+        output: what is compared, (rows x): ``output(model, batch)``; default: the last hidden states, else the logits
+        state: a file to keep measurements in: a run that was interrupted goes on from there
+        name: of the model, for the note in the plan
+        tick: called with a word and a count as work goes on
 
     Layers that no candidate serves inside the tolerance stay exact and are not named in the plan; self- and
     cross-attention are layers of their own. ``plan.note`` holds the measured error, the share of the cost, a row for

@@ -157,16 +157,23 @@ def test_numbers_in_words() -> None:
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
-def test_the_picture_of_a_pretrained_model(tmp_path: Path) -> None:
+def test_the_picture_of_a_pretrained_model() -> None:
     pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    drawn = script("pretrained")
+    drawn = script("pretrained_picture")
     rows = [
-        {"method": name, "settings": {"method": name.split(":")[0]}, "cost_share": share, "seconds": share, "kl": off}
+        {
+            "method": name,
+            "settings": {"method": name.split(":")[0]},
+            "cost_share": share,
+            "seconds": share,
+            "kl": off,
+            "examples": "3",
+        }
         for name, share, off in (("exact", 1.0, 0.0), ("refined", 0.2, 0.01), ("smyrf:rounds=2", 0.3, 5.0))
     ]
-    drawn.picture("toy", rows, ["kl"], tmp_path)
-    assert (tmp_path / "pretrained-toy.png").read_bytes().startswith(b"\x89PNG")
+    for timed in ({}, {"exact_seconds": 1.0}):
+        png = drawn.picture("toy", [{**row, **timed} for row in rows], ["kl"])
+        assert png.startswith(b"\x89PNG")
 
 
 def a_model_row(method: str, settings: dict[str, Any], share: float, hidden: float, **more: Any) -> Row:
@@ -357,8 +364,7 @@ def test_bad_words_are_refused(
 def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     tables = script("readme_tables")
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "CROSSINGS", tables.ROOT / "docs" / "img" / "crossings.png")
+    monkeypatch.setattr(tables.words, "RESULTS", tmp_path)
     rehearsal = [{**row, "theme": "gpu-rehearsal"} for row in a_run()]
     append(tmp_path / "gpu-rehearsal.jsonl", *rehearsal)
     assert tables.gpu_table() == tables.gpu_figures() == tables.NOT_YET
@@ -369,14 +375,16 @@ def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.
     assert "0.69×† / 0.69×†" in shown
     assert "**19.11×** / **19.11×**" in shown
     assert "**9.56×** / wrong" in shown
-    assert "(docs/img/crossings.png)" in shown
+    assert "(img/crossings.png)" in shown
+    assert shown.count("| 0.0123 |") == 2  # the error of each method beside its speeds
     assert "local" not in shown
     figures = tables.gpu_figures()
     assert figures.count("\n| `") == 12
     assert "- refined, 6×64, N = 32 768, forward+backward: wrong: dq is off by 0.3" in figures
-    monkeypatch.setattr(tables, "CROSSINGS", tmp_path / "crossings.png")
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    (tmp_path / "img").mkdir()
     tables.draw()
-    assert (tmp_path / "crossings.png").stat().st_size < 150_000
+    assert (tmp_path / "img" / "crossings.png").stat().st_size < 150_000
 
 
 def test_the_command_prints_one_table_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
