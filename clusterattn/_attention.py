@@ -268,6 +268,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if x.is_nested or x.layout != torch.strided:
             kind = "a nested tensor" if x.is_nested else f"one of layout {x.layout}"
             advice = "torch.nested.to_padded_tensor(x, 0.0) with key_lengths=" if x.is_nested else f"{name}.to_dense()"
+            advice = "ca.varlen_attention on x.values(), with x.offsets()" if x.layout == torch.jagged else advice
             raise bad_type(f"{name} a dense tensor", kind, advice)
         if x.is_meta and not torch.compiler.is_compiling():
             advice = "a real device, torch.export, or a FakeTensorMode for shapes alone"

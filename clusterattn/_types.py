@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class Mask:
     """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is.
 
+    Of documents it knows nothing: rows that hold several are taken apart before a method sees them (_documents.py).
+
     Attributes:
         n: how many queries
         m: how many keys

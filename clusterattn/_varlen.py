@@ -88,9 +88,10 @@ def _row(name: str, dims: str, x: Tensor) -> Tensor:
     """Tokens (tokens h d) as one row of a batch (1 h tokens d)."""
     if not isinstance(x, Tensor):
         raise bad_type(f"{name} a torch.Tensor", type(x).__name__, f"torch.as_tensor({name})")
+    if x.is_nested:
+        raise bad_type(f"{name} (tokens {dims})", "a nested tensor", f"{name}.values(), with {name}.offsets()")
     if x.dim() != 3:
-        advice = f"{name}.values() with its offsets()" if x.is_nested else "ca.attention for (b h n d)"
-        raise bad_value(f"{name} of shape (tokens {dims})", f"{x.dim()} dimensions", advice)
+        raise bad_value(f"{name} (tokens {dims})", tuple(x.shape), "ca.attention for (b h n d)")
     return x.transpose(0, 1).unsqueeze(0)
 
 

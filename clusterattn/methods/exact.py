@@ -30,14 +30,20 @@ class Exact(Method):
             mask, blind = None, None
         else:
             mask, blind = self._dense_mask(q, call)
-        grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=call.mask.causal and mask is None, dropout_p=call.dropout_p,
-            scale=call.scale, enable_gqa=grouped,
-        )  # fmt: skip
+        causal = call.mask.causal and mask is None
+        out = self.plain(q, k, v, causal, call.scale, call.dropout_p, mask)
         if blind is not None:
             out = out.masked_fill(blind, 0.0)
         return Attended(out, self._dense_lse(q, k, mask, blind, call) if call.lse else out.new_zeros(out.shape[:3]))
+
+    def plain(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_p: float, mask: Tensor | None = None
+    ) -> Tensor:
+        """SDPA, causal where there are as many queries as keys."""
+        grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p, scale=scale, enable_gqa=grouped
+        )
 
     def packs(self, q: Tensor, v: Tensor, dropout_p: float) -> bool:
         """Does torch's own attention over packed documents serve such a call? Where it does, it is the fastest.

@@ -112,3 +112,12 @@ def test_lloyd_from_given_centroids(together: bool, monkeypatch: pytest.MonkeyPa
     close = (got - wanted)[:, :8].abs() <= 2e-3 * wanted.abs().max()
     assert close.float().mean() > 0.97
     assert torch.equal(got[:, 8], centroids[:, 8]), "who never lived stays where it was"
+
+
+@pytest.mark.parametrize("d", [24, 96, 200])
+def test_second_moments_of_wide_keys_come_in_columns(d: int) -> None:
+    from clusterattn.ops.kmeans.moments import covariance
+
+    k = torch.randn(1, 2, 150, d, generator=torch.Generator().manual_seed(d)) + 3
+    wanted = torch.stack([torch.cov(head.mT, correction=0) for head in k[0].double()])
+    assert torch.allclose(covariance(k.to(DEVICE), None, None)[0].double().cpu(), wanted, atol=1e-4)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl
+from .._jit import THIN, jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
@@ -211,7 +211,7 @@ def pulled_rows(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far,
         (given.out, given.mean_key, given.lse, found.out, found.mean_key, found.lse, k, v, slope,
         levels(found.lse, pi), mean_pull, dy, dm, delta, base2, amount, of_share),
         (clusters, few, parts, splits, d, e, h, h // hk, *k.stride()[:2], *v.stride()[:2]),
-        BC=size, BD=tile["BD"], BV=min(64 if half else 32, tile["BE"]), PRECISION=precision(k), num_warps=4,
+        BC=size, BD=tile["BD"], BV=min(64 if half else 32, power(e, THIN)), PRECISION=precision(k), num_warps=4,
     )  # fmt: skip
     launch(
         share_kernel, (cdiv(few, 16), lead), (of_share, amount, pi, delta), (clusters, few, parts),

@@ -36,15 +36,15 @@ def moments_kernel(
             base + key.to(tl.int64)[:, None] * skm + dims[None, :], mask=real[:, None] & (dims < d)[None, :], other=0.0
         )
         moved = tl.where(real[:, None], k.to(tl.float32) - shift[None, :], 0.0)
-        some = moved.to(k.dtype)
+        right = moved.to(k.dtype)
         if BC < BD:
-            some = tl.load(
+            right = tl.load(
                 base + key.to(tl.int64)[:, None] * skm + columns[None, :],
                 mask=real[:, None] & (columns < d)[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
             offset = tl.load(base + columns, mask=columns < d, other=0.0).to(tl.float32)
-            some = tl.where(real[:, None], some - offset[None, :], 0.0).to(k.dtype)
-        second += tl.dot(tl.trans(moved.to(k.dtype)), some, input_precision=PRECISION)
+            right = tl.where(real[:, None], right - offset[None, :], 0.0).to(k.dtype)
+        second += tl.dot(tl.trans(moved.to(k.dtype)), right, input_precision=PRECISION)
         first += tl.sum(moved, 0)
         count += tl.sum(real.to(tl.float32))
     out = lead * splits + split
