@@ -36,7 +36,11 @@ _on = True
 
 def replay(on: bool) -> None:
     """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels in the same
-    order, without the time that it takes to choose them. Turning it off also frees what was remembered."""
+    order, without the time that it takes to choose them. Turning it off also frees what was remembered.
+
+    Args:
+        on: whether calls are replayed from now on
+    """
     global _on
     _on = on
     forget()

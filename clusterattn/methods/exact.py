@@ -39,7 +39,17 @@ class Exact(Method):
     def plain(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_p: float, mask: Tensor | None = None
     ) -> Tensor:
-        """SDPA, causal where there are as many queries as keys."""
+        """SDPA, causal where there are as many queries as keys.
+
+        Args:
+            q: queries (b h n d)
+            k: keys (b hk m d)
+            v: values (b hk m e)
+            causal: the last query beside the last key
+            scale: of the logits
+            dropout_p: of the weights
+            mask: what is added to the logits, or which of them are kept; None: neither
+        """
         grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p, scale=scale, enable_gqa=grouped
