@@ -14,7 +14,8 @@ SHORT    below 2 048 attention of text and speech is sharp: near keys beat far p
 LONG     from 2 048 on it is diffuse: as many parts and near keys as clusters, and the slope. TabPFN v1 at 4 000, 8 192
          (the long sample: of 60 settings at 7 %, and of 40 at 15 % on its first 4 000 rows, 64 / 64 / 64 is the best),
          10 000 and 60 000 rows (of 12 settings at 1 to 1.6 %, four seeds each, 256 / 32 / 64 keeps the accuracy best)
-CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does: SmolLM2-135M at 2 048 .. 8 192
+CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does; query heads that see the same
+         keys share their clusters: SmolLM2-135M at 2 048 .. 8 192
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]
     from . import method
 
     filled = _filled(method(settings), Shape(*shape))
-    return tuple((name, getattr(filled, name)) for name in (*SIZES, "start", "sample", "rank", "block"))
+    chosen = (*SIZES, "start", "sample", "rank", "block", "share_heads")
+    return tuple((name, getattr(filled, name)) for name in chosen)
 
 
 @lru_cache(maxsize=4096)
@@ -196,7 +198,9 @@ def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
     sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
     # With many queries random starts do as well as far-apart ones, and cost less; and the whole metric costs little.
     long = not at.causal and at.m >= DIFFUSE
-    heads = at.group if method.share_heads else 1
+    share = method.share_heads if method.share_heads is not None else at.causal and method.clusters is None
+    heads = at.group if share else 1
+    sizes["share_heads"] = True if heads > 1 else method.share_heads
     if method.clusters is None:  # as many in all, for the heads that share them
         sizes["clusters"] *= heads
     if at.causal and method.block is None:
