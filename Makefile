@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types bench clean
+.PHONY: help setup demo test lint format types bench tables notebook docs dist clean
 
 help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -44,6 +44,20 @@ types: $(READY)  ## mypy, strict on both packages
 bench: $(READY)  ## the ratios to exact attention that the README quotes
 	$(BIN)/python benchmarks/cpu.py
 
+tables: $(READY)  ## tables and pictures of README and docs/ from the rows in results/
+	$(BIN)/python benchmarks/readme_tables.py
+
+notebook: $(READY)  ## run docs/first-steps.ipynb and keep what it prints
+	$(BIN)/python benchmarks/notebook.py
+
+docs: $(READY)  ## the documentation site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: $(READY)  ## a wheel and an sdist in dist/, as an index would accept them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
 clean:  ## remove .venv and everything generated
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from . import hf as hf
     from . import measure, nn, parallel
     from ._plan import Plan
+    from ._replay import replay
     from ._warm_up import warm_up
     from .measure.sampled import ErrorReport, error_report
     from .tuning import Advice, advise, tune
@@ -52,6 +53,7 @@ _LATER = {
     "nn": "nn",
     "parallel": "parallel",
     "tune": "tuning",
+    "replay": "_replay",
     "warm_up": "_warm_up",
 }
 
@@ -91,6 +93,7 @@ __all__ = [
     "method",
     "nn",
     "parallel",
+    "replay",
     "tune",
     "varlen_attention",
     "warm_up",

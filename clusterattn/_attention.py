@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from .methods import method as as_method
 from .methods.budgets import Shape
 from .ops import choose
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._options import AttentionOptions
+
 DEFAULT = "auto"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORDS = {  # SDPA's, and what they are here
@@ -27,6 +32,31 @@ WORDS = {  # SDPA's, and what they are here
 }
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Any]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Any]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -53,27 +83,37 @@ def attention(
 ) -> Any:
     """Attention by clustering, called like SDPA.
 
-    q ``(b h n d)``, k ``(b hk m d)``, v ``(b hk m e)`` -> out ``(b h n e)``; hk divides h (grouped heads).
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h (grouped heads)
+        v: values (b hk m e)
+        method: a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
+            Refined elsewhere
+        key_mask: bool (b m), True = a real key
+        key_lengths: int (b,), instead of key_mask: the first so many keys are real, 0 to m. Checked on the CPU alone:
+            elsewhere looking would wait for the device, and a length below 0 acts as 0, one beyond m as m
+        query_mask: bool (b n), True = a real query; others answer 0
+        causal: queries see keys up to their own position, the last query beside the last key (bottom-right)
+        documents: whole numbers (b n), or a pair (b n), (b m): tokens of one row with one number are a document, which
+            is grouped and answered as if it were alone; tokens below 0 are nobody's. The host reads the numbers once,
+            for as long as the tensors live. ``ca.varlen_attention`` says more
+        scale: of the logits, 1/sqrt(d) by default
+        generator: yields the seed, one number for each call
+        seed: same inputs and seed, same answer; the global RNG is never touched. A tensor that holds the seed is read
+            when the kernels run: a CUDA graph then draws anew in each replay
+        dropout_p: for Exact alone ("auto" is Exact then)
+        backend: "auto": kernels where they can serve; "triton": kernels or an error; "reference": never kernels
+        groups: from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
+            alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
+        state: for Routing and ClusterFormer: what the last call returned with return_state=True
+        points: for ClusterFormer: the hidden states (b n x) it groups by
+        attn_mask: for Exact alone ("auto" is Exact then)
+        return_lse: also return lse (b h n): the log of the total weight behind each answer
+        return_state: also return the new state of Routing or ClusterFormer
+        **torchs: SDPA's words are answered with ours, in an error
 
-    method       a method, its name, or "name:key=value,...". "auto": exact attention where it is faster on this device,
-                 Refined elsewhere
-    key_mask     bool (b m), True = a real key; or key_lengths (b,): the first so many keys are real, 0 to m. Checked
-                 on the CPU alone: elsewhere looking would wait for the device, and a length below 0 acts as 0, one
-                 beyond m as m
-    query_mask   bool (b n), True = a real query; others answer 0
-    causal       queries see keys up to their own position, the last query beside the last key (bottom-right)
-    documents    whole numbers (b n), or a pair (b n), (b m): tokens of one row with one number are a document, which is
-                 grouped and answered as if it were alone; tokens below 0 are nobody's. The host reads the numbers once,
-                 for as long as the tensors live. ``ca.varlen_attention`` says more
-    scale        of the logits, 1/sqrt(d) by default
-    seed         same inputs and seed, same answer; a generator only yields the seed. The global RNG is never touched.
-                 A tensor that holds the seed is read when the kernels run: a CUDA graph then draws anew in each replay
-    groups       from ``ca.groups``, instead of making them anew ("auto" is Refined then). Or the parts of its keys
-                 alone, ``ca.groups(...).parts``: keys that are grouped once serve many queries
-    state        for Routing and ClusterFormer: what the last call returned with return_state=True
-    points       for ClusterFormer: the hidden states (b n x) it groups by
-    attn_mask, dropout_p   for Exact alone ("auto" is Exact then)
-    return_lse   also return lse (b h n): the log of the total weight behind each answer
+    Returns:
+        out (b h n e); with return_lse or return_state a tuple of out, lse, state, as far as they were asked for
     """
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
@@ -160,6 +200,22 @@ def groups(
     method ("auto": with Refined).
 
     v is wanted where keys are grouped beside their values: for ``Refined`` with parts.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e), for ``Refined`` with parts
+        method: a method, its name, or "name:key=value,..."
+        key_mask: bool (b m), True = a real key
+        key_lengths: int (b,): the first so many keys are real, instead of key_mask
+        query_mask: bool (b n), True = a real query
+        causal: as in ``attention``
+        scale: of the logits, 1/sqrt(d) by default
+        generator: yields the seed
+        seed: as in ``attention``
+        backend: as in ``attention``
+        state: of Routing or ClusterFormer, from an earlier call
+        points: for ClusterFormer: the hidden states (b n x) it groups by
     """
     recipe = as_method(method)
     q, k, v_ = _cast(q, k, k if v is None else v)
@@ -178,6 +234,12 @@ def attention_matrix(q: Tensor, k: Tensor, v: Tensor | None = None, **options: A
     Given the groups every method is linear in v, so the answer to v = identity is the matrix itself. Rows sum to one;
     with a slope (see Refined) single weights may be negative. v is wanted where keys are grouped beside their values,
     and for sizes that follow its width.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e), where the groups depend on them
+        **options: of ``attention``
     """
     for name in ("return_lse", "return_state", "dropout_p"):
         if options.get(name):
@@ -208,6 +270,7 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if x.is_nested or x.layout != torch.strided:
             kind = "a nested tensor" if x.is_nested else f"one of layout {x.layout}"
             advice = "torch.nested.to_padded_tensor(x, 0.0) with key_lengths=" if x.is_nested else f"{name}.to_dense()"
+            advice = "ca.varlen_attention on x.values(), with x.offsets()" if x.layout == torch.jagged else advice
             raise bad_type(f"{name} a dense tensor", kind, advice)
         if x.is_meta and not torch.compiler.is_compiling():
             advice = "a real device, torch.export, or a FakeTensorMode for shapes alone"

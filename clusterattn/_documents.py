@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,18 +114,21 @@ def by_document(
     places = places_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
     q, k, v = places.queries(q), places.keys(k), places.keys(v)
     points = None if points is None else places.queries(points.unsqueeze(0))
-    answers = []
+    answers: list[tuple[Tensor, ...]] = []
     for batch in places.batches:
         if batch.starts is not None:
             parts = q[:, batch.queries], k[:, batch.keys], v[:, batch.keys]
             answers.append((Exact().attend_packed(*parts, batch.starts, documents.longest, causal, more["scale"]),))
             continue
-        answer = attention(
-            batch.rows(q, batch.queries), batch.rows(k, batch.keys), batch.rows(v, batch.keys),
-            method=Exact() if batch.exact else recipe, causal=causal, return_lse=lse,
-            key_mask=batch.key_mask, query_mask=batch.query_mask,
-            points=None if points is None else batch.rows(points, batch.queries).squeeze(1), **more,
-        )  # fmt: skip
+        rows = batch.rows(q, batch.queries), batch.rows(k, batch.keys), batch.rows(v, batch.keys)
+        if batch.exact and square and not lse and rows[1].shape[2]:
+            answer = Exact().plain(*rows, causal, more["scale"], more["dropout_p"])
+        else:
+            answer = attention(
+                *rows, method=Exact() if batch.exact else recipe, causal=causal, return_lse=lse,
+                key_mask=batch.key_mask, query_mask=batch.query_mask,
+                points=None if points is None else batch.rows(points, batch.queries).squeeze(1), **more,
+            )  # fmt: skip
         answers.append(tuple(x.transpose(0, 1).flatten(1, 2) for x in (answer if lse else (answer,))))
     return tuple(places.join(parts) for parts in zip(*answers, strict=True))
 
@@ -263,17 +266,15 @@ def _cut(documents: Documents, groups: list[Group], call: float) -> list[Group]:
     return batches
 
 
-def _equal(documents: Documents, chosen: Iterable[int]) -> list[Group]:
-    """Documents of equal length: a batch of them has no padding."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for i in chosen:
-        alike.setdefault((documents.queries[i], documents.keys[i]), []).append(i)
-    return [tuple(group) for group in alike.values()]
+def _runs(documents: Documents, exact: Group) -> list[Group]:
+    """Neighbours of equal length: they lie as a batch already."""
+    runs = itertools.groupby(exact, key=lambda i: (documents.queries[i], documents.keys[i]))
+    return [tuple(run) for _, run in runs]
 
 
 def places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, like: Tensor) -> Places:
-    """exact: documents that are not padded; packed: one behind the other in one batch. groups: those that share a
-    padded batch. Made once for as long as the documents live."""
+    """exact: documents that are not padded; packed: all of them in one batch, one behind the other. groups: those that
+    share a padded batch. Made once for as long as the documents live."""
     key = (exact, tuple(groups), packed, like.device)
     if key not in documents.made:
         documents.made[key] = _places_for(documents, exact, groups, packed, like.device)
@@ -283,7 +284,7 @@ def places_for(documents: Documents, exact: Group, groups: list[Group], packed: 
 
 def _places_for(documents: Documents, exact: Group, groups: list[Group], packed: bool, device: torch.device) -> Places:
     sizes = documents.sizes
-    unpadded = [exact] if packed and exact else _equal(documents, exact)
+    unpadded = [exact] if packed and exact else _runs(documents, exact)
     first: dict[int, tuple[int, int]] = {}  # the first slots of a document, for queries and for keys
     n_at = m_at = 0
     batches: list[Batch] = []

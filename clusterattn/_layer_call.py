@@ -16,22 +16,40 @@ from ._types import Method
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer was asked, and what it answered. Shapes and masks as for ``ca.attention``."""
+    """What one layer was asked, and what it answered. Shapes and masks as for ``ca.attention``.
 
-    q: Tensor  # (b h n d)
-    k: Tensor  # (b hk m d), heads not repeated
-    v: Tensor  # (b hk m e)
-    key_mask: Tensor | None  # (b m), True = a real key
-    query_mask: Tensor | None  # (b n), where it is known
+    Attributes:
+        q: (b h n d)
+        k: (b hk m d), heads not repeated
+        v: (b hk m e)
+        key_mask: (b m), True = a real key
+        query_mask: (b n), where it is known
+        causal: as in ``ca.attention``
+        scale: None: 1/sqrt(d)
+        method: the method that answers
+        out: (b h n e), the answer
+        seed: of the method's draws
+        documents: (b n) or cu_seqlens, where a row holds several (in self-attention)
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    query_mask: Tensor | None
     causal: bool
-    scale: float | None  # None: 1/sqrt(d)
-    method: LayerPlan  # the method that answers
-    out: Tensor | None = None  # (b h n e), the answer
-    seed: int = 0  # of the method's draws
-    documents: Tensor | Starts | None = None  # (b n) or cu_seqlens, where a row holds several (in self-attention)
+    scale: float | None
+    method: LayerPlan
+    out: Tensor | None = None
+    seed: int = 0
+    documents: Tensor | Starts | None = None
 
     def answer(self, method: LayerPlan | None = None) -> Tensor:
-        """(b h n e): what the call's method answers, or what another would."""
+        """(b h n e): what the call's method answers, or what another would.
+
+        Args:
+            method: another one, or one for each query head; None: the call's own
+        """
         asked = self if method is None else replace(self, method=method)
         if self.documents is not None or self.key_mask is None or not self.causal or self.q.shape[2] != self.k.shape[2]:
             return asked._by_head()

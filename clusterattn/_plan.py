@@ -26,14 +26,15 @@ LayerPlan = Union[Method, tuple[Method, ...]]  # one method for all heads, or on
 class Plan:
     """Methods by layer.
 
-    layers       the layer's name in ``model.named_modules()`` -> a method, or one method for each query head. Short
-                 forms are read: ``{"encoder.layer.0.attention.self": "refined:clusters=50"}``. Layers that are not
-                 named stay exact, unless ``"*"`` names the method of all others
-    exact_below  shorter sequences use exact attention
-    note         what the maker wants to remember: tolerance, measured error, share of the cost, the model's name
-    host         whose model it was made for: "transformers", "diffusers", "vggt", "torch"; another refuses it. "": any
-    kind         of the calls that it was made for: "self", "cross"; layers of the other kind stay exact. "": both
-    length       of the sequences that it was made for, in tokens; None: not known
+    Args:
+        layers: the layer's name in ``model.named_modules()`` -> a method, or one method for each query head. Short
+            forms are read: ``{"encoder.layer.0.attention.self": "refined:clusters=50"}``. Layers that are not named
+            stay exact, unless ``"*"`` names the method of all others
+        exact_below: shorter sequences use exact attention
+        note: what the maker wants to remember: tolerance, measured error, share of the cost, the model's name
+        host: whose model it was made for: "transformers", "diffusers", "vggt", "torch"; another refuses it. "": any
+        kind: of the calls that it was made for: "self", "cross"; layers of the other kind stay exact. "": both
+        length: of the sequences that it was made for, in tokens; None: not known
 
     A plan travels with its model: ``plan.save(folder)`` puts it beside the weights, ``plan.attach(model)`` into the
     config that ``model.save_pretrained`` writes; ``swap(model)`` without a method finds it in either.
@@ -64,6 +65,7 @@ class Plan:
     # ------------------------------------------------------------------ as JSON
 
     def to_dict(self) -> dict[str, Any]:
+        """As plain values: for JSON."""
         layers = {
             name: given.to_dict() if isinstance(given, Method) else [each.to_dict() for each in given]
             for name, given in self.layers.items()
@@ -73,6 +75,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, read: Mapping[str, Any]) -> Plan:
+        """The plan back from ``to_dict``.
+
+        Args:
+            read: what ``to_dict`` gave
+        """
         version = read.get("version") if isinstance(read, Mapping) else None
         if version != VERSION:
             got = "no version" if version is None else f"version {version!r}"
@@ -85,12 +92,20 @@ class Plan:
         return cls(read["layers"], read.get("exact_below", 0), read.get("note") or {}, **made_for)
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan, under its usual name if ``path`` is a folder; nobody ever sees half of it."""
+        """Write the plan, under its usual name if ``path`` is a folder; nobody ever sees half of it.
+
+        Args:
+            path: a file, or the folder of a model
+        """
         return write_whole(_file(path), json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from its file, or from the folder of the model it was saved with."""
+        """Read a plan from its file, or from the folder of the model it was saved with.
+
+        Args:
+            path: a file, or the folder of a model
+        """
         path = _file(path)
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
@@ -104,7 +119,11 @@ class Plan:
     # ------------------------------------------------------------------ with its model
 
     def attach(self, model: Any) -> None:
-        """Put the plan into the model's config: ``model.save_pretrained`` writes it, ``from_pretrained`` reads it."""
+        """Put the plan into the model's config: ``model.save_pretrained`` writes it, ``from_pretrained`` reads it.
+
+        Args:
+            model: a model with a config
+        """
         config = getattr(model, "config", None)
         if hasattr(model, "register_to_config"):  # diffusers, whose configs are frozen
             model.register_to_config(clusterattn=self.to_dict())
@@ -116,7 +135,11 @@ class Plan:
 
     @classmethod
     def of(cls, model: Any) -> Plan | None:
-        """The plan that came with a model, in its config or in the folder it was read from; None: there is none."""
+        """The plan that came with a model, in its config or in the folder it was read from; None: there is none.
+
+        Args:
+            model: a model, as it was loaded
+        """
         config = getattr(model, "config", None)
         known = config if isinstance(config, Mapping) else vars(config) if hasattr(config, "__dict__") else {}
         held, folder = known.get("clusterattn"), known.get("_name_or_path")
@@ -125,7 +148,11 @@ class Plan:
         return cls.load(folder) if folder and (Path(folder) / FILE).is_file() else None
 
     def for_host(self, host: str) -> Plan:
-        """The plan itself, refused if it was made for models of another host."""
+        """The plan itself, refused if it was made for models of another host.
+
+        Args:
+            host: "transformers", "diffusers", "vggt" or "torch"
+        """
         if self.host not in ("", host):
             raise bad_value(f"a plan for {host}", f"one for {self.host}", f"swap of {self.host}'s models")
         return self
@@ -166,8 +193,9 @@ def choose(
 ) -> Chosen:  # fmt: skip
     """A method for all layers of these names, or a plan's methods for those that it names.
 
-    method       None: the plan that came with the model, or else the usual method of the host, if it has one
-    exact_below  None: as the plan says, or the usual number for a method
+    Args:
+        method: None: the plan that came with the model, or else the usual method of the host, if it has one
+        exact_below: None: as the plan says, or the usual number for a method
     """
     method = (Plan.of(model) or usual[0]) if method is None else method
     if method is None:

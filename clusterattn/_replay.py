@@ -36,7 +36,11 @@ _on = True
 
 def replay(on: bool) -> None:
     """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels in the same
-    order, without the time that it takes to choose them. Turning it off also frees what was remembered."""
+    order, without the time that it takes to choose them. Turning it off also frees what was remembered.
+
+    Args:
+        on: whether calls are replayed from now on
+    """
     global _on
     _on = on
     forget()
@@ -113,7 +117,7 @@ class Known:
         if self._tape.bound and seed != self._seed:
             return None
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            found: Any = super(Function, Replayed).apply(self, seed, q, k, v)  # type: ignore[misc]
+            found: Any = super(Function, Replayed).apply(self, seed, q, k, v)  # type: ignore[no-untyped-call]
         else:
             found, _ = self._tape.forward.play((q, k, v), seed, None)
         return found[0] if len(found) == 1 else tuple(found)
@@ -175,7 +179,8 @@ class Known:
         ]  # fmt: skip
         middle, outputs, gradients = 0, [], []
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), recorder or nullcontext():
-            found = _listed(self.ordinary(*leaves, seed))
+            q, k, v = leaves
+            found = _listed(self.ordinary(q, k, v, seed))
             if recorder is not None:
                 outputs, middle = [recorder.where(x) for x in found], len(recorder.steps)
                 for x in given:

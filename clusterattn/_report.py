@@ -23,17 +23,24 @@ class LayerRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a swap did, layer by layer. Its text is a table."""
+    """What a swap did, layer by layer. Its text is a table.
+
+    Attributes:
+        rows: one for each attention layer
+        exact_below: shorter sequences stay exact
+    """
 
     rows: tuple[LayerRow, ...]
     exact_below: int = 0
 
     @property
     def swapped(self) -> list[str]:
+        """Names of the layers that a method answers for."""
         return [row.layer for row in self.rows if not row.reason]
 
     @property
     def kept(self) -> list[str]:
+        """Names of the layers that stay exact."""
         return [row.layer for row in self.rows if row.reason]
 
     def __str__(self) -> str:

@@ -18,10 +18,15 @@ from ._errors import bad_value
 from ._version import __version__
 
 Row = dict[str, Any]
+"""One result: what was measured, with its environment; one JSON line in a file."""
 
 
 def environment(device: str | torch.device = "cpu") -> Row:
-    """Where and with what a number was measured."""
+    """Where and with what a number was measured.
+
+    Args:
+        device: whose hardware is named
+    """
     return {
         "hardware": hardware(device),
         "cores": os.cpu_count(),
@@ -36,6 +41,11 @@ def environment(device: str | torch.device = "cpu") -> Row:
 
 
 def hardware(device: str | torch.device = "cpu") -> str:
+    """The name of a device.
+
+    Args:
+        device: "cpu", or a CUDA device
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -70,7 +80,11 @@ def commit() -> str | None:
 def rows_path(folder: str | Path, theme: str, device: str | torch.device = "cpu", around: Row | None = None) -> Path:
     """``theme_hardware_date.jsonl``: sorts by theme, and two machines never write to one file.
 
-    around   the environment that the rows tell; this one if there is none
+    Args:
+        folder: where rows are kept
+        theme: what was measured
+        device: on which
+        around: the environment that the rows tell; this one if there is none
     """
     around = around or environment(device)
     brand = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*", " ", around["hardware"].lower())
@@ -81,7 +95,12 @@ def rows_path(folder: str | Path, theme: str, device: str | torch.device = "cpu"
 
 
 def append(path: str | Path, *rows: Row) -> None:
-    """Add rows in one write. A line that a crash cut short is closed first, so it can spoil no later row."""
+    """Add rows in one write. A line that a crash cut short is closed first, so it can spoil no later row.
+
+    Args:
+        path: of the file; it is made where there is none
+        *rows: to add
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -97,7 +116,11 @@ def append(path: str | Path, *rows: Row) -> None:
 
 
 def read(path: str | Path) -> list[Row]:
-    """All rows of a file. A last line without its newline was cut short by a crash and is left out."""
+    """All rows of a file. A last line without its newline was cut short by a crash and is left out.
+
+    Args:
+        path: of the file
+    """
     whole, _, _ = Path(path).read_text(encoding="utf-8").rpartition("\n")
     found = []
     for number, line in enumerate(whole.split("\n"), start=1):
@@ -112,7 +135,11 @@ def read(path: str | Path) -> list[Row]:
 
 
 def dumps(row: Row | Iterable[Row]) -> str:
-    """Strict JSON: NaN and infinities, which JSON has no words for, become null."""
+    """Strict JSON: NaN and infinities, which JSON has no words for, become null.
+
+    Args:
+        row: one row, or some
+    """
     return json.dumps(_speakable(row), allow_nan=False, ensure_ascii=False)
 
 

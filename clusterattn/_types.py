@@ -27,12 +27,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mask:
-    """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is."""
+    """May query i see key j? Asked about ORIGINAL positions: tokens are moved around, the mask never is.
+
+    Of documents it knows nothing: rows that hold several are taken apart before a method sees them (_documents.py).
+
+    Attributes:
+        n: how many queries
+        m: how many keys
+        keys: (b m) bool, True = a real key
+        queries: (b n) bool, True = a real query
+        causal: a query sees keys up to its own position, the last query beside the last key
+    """
 
     n: int
     m: int
-    keys: Tensor | None = None  # (b m) bool, True = a real key
-    queries: Tensor | None = None  # (b n) bool, True = a real query
+    keys: Tensor | None = None
+    queries: Tensor | None = None
     causal: bool = False
 
     @property
@@ -41,15 +51,27 @@ class Mask:
         return self.m - self.n
 
     def key_rows(self, like: Tensor) -> Tensor:
-        """(b m) bool, also when nothing is masked."""
+        """(b m) bool, also when nothing is masked.
+
+        Args:
+            like: a tensor whose first dimension is the batch, on the wanted device
+        """
         return self.keys if self.keys is not None else like.new_ones(like.shape[0], self.m, dtype=torch.bool)
 
     def query_rows(self, like: Tensor) -> Tensor:
-        """(b n) bool, also when nothing is masked."""
+        """(b n) bool, also when nothing is masked.
+
+        Args:
+            like: a tensor whose first dimension is the batch, on the wanted device
+        """
         return self.queries if self.queries is not None else like.new_ones(like.shape[0], self.n, dtype=torch.bool)
 
     def blind(self, like: Tensor) -> Tensor | None:
-        """(b n) bool: queries that may see no key at all; None when there can be none."""
+        """(b n) bool: queries that may see no key at all; None when there can be none.
+
+        Args:
+            like: a tensor whose first dimension is the batch, on the wanted device
+        """
         if self.keys is None and self.m > 0 and (not self.causal or self.offset >= 0):
             return None
         keys = self.key_rows(like)
@@ -71,11 +93,17 @@ class Members:
 @dataclass(frozen=True)
 class Parts:
     """Which keys are alike to the queries' differences from their centroids, in key and in value: the far keys of every
-    cluster are averaged part by part."""
+    cluster are averaged part by part.
 
-    labels: Tensor  # (b hk m), -1 = a key that is not real
+    Attributes:
+        labels: (b hk m), -1 = a key that is not real
+        count: how many parts
+        members: the keys sorted by part, where kernels read them
+    """
+
+    labels: Tensor
     count: int
-    members: Members | None = None  # the keys sorted by part, where kernels read them
+    members: Members | None = None
 
 
 @dataclass(frozen=True)
@@ -86,31 +114,50 @@ class Clusters:
     helps to form. They differ only under strict causality, where a query is answered by centroids of earlier
     queries and becomes part of a centroid for later ones. Query heads that share their clusters (``share_heads``) have
     one set of counts and means, h being hk there.
+
+    Attributes:
+        labels: (b h n), -1 = no cluster
+        counts: (b h c) members of each cluster
+        means: (b h c d) mean of the members
+        member_of: (b h n), -1 = no cluster
+        members: sorted by member_of, where kernels read it
+        parts: of the far keys; None: they are one
     """
 
-    labels: Tensor  # (b h n), -1 = no cluster
-    counts: Tensor  # (b h c) members of each cluster
-    means: Tensor  # (b h c d) mean of the members
-    member_of: Tensor  # (b h n), -1 = no cluster
-    members: Members | None = None  # sorted by member_of, where kernels read it
-    parts: Parts | None = None  # of the far keys; None: they are one
+    labels: Tensor
+    counts: Tensor
+    means: Tensor
+    member_of: Tensor
+    members: Members | None = None
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Who sits together: two tables of original positions. A token may sit in several buckets or in none."""
+    """Who sits together: two tables of original positions. A token may sit in several buckets or in none.
 
-    queries: Tensor  # (b h g s), -1 = an empty seat
-    keys: Tensor  # (b h g z), -1 = an empty seat
-    rounds: int = 1  # a query sits at most once in each of so many equal parts of the table; 0: in any number of seats
+    Attributes:
+        queries: (b h g s), -1 = an empty seat
+        keys: (b h g z), -1 = an empty seat
+        rounds: a query sits at most once in each of so many equal parts of the table; 0: in any number of seats
+    """
+
+    queries: Tensor
+    keys: Tensor
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
 class Attended:
-    """An average over some keys, and the log of the weight behind it. Two over disjoint keys merge exactly."""
+    """An average over some keys, and the log of the weight behind it. Two over disjoint keys merge exactly.
 
-    out: Tensor  # (b h n e)
-    lse: Tensor  # (b h n), natural log, fp32 or better
+    Attributes:
+        out: (b h n e)
+        lse: (b h n), natural log, fp32 or better
+    """
+
+    out: Tensor
+    lse: Tensor
 
 
 Groups = Union[Clusters, Buckets, Parts, None]
@@ -151,25 +198,65 @@ class Method:
     groups_type: ClassVar[type | None] = None  # what group() makes: Clusters, Buckets or nothing
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Groups, Any]:
+        """Who sits together: the groups, and the new state (None for methods without one).
+
+        Args:
+            q: queries (b h n d), padding zeroed
+            k: keys (b hk m d), padding zeroed
+            call: the mask, the scale, the seed, the verbs, and what else a call knows
+        """
         return None, None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
+        """What they answer, the groups taken as constants.
+
+        Args:
+            q: queries (b h n d), padding zeroed
+            k: keys (b hk m d), padding zeroed
+            v: values (b hk m e), padding zeroed
+            groups: what ``group`` made, for these queries or for others
+            call: the mask, the scale, the seed, the verbs, and what else a call knows
+        """
         raise NotImplementedError
 
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
-        """This method with its open sizes filled in for a call of this shape (group: query heads of one key head)."""
+        """This method with its open sizes filled in for a call of this shape (group: query heads of one key head).
+
+        Args:
+            n: queries
+            m: keys
+            d: dimension of queries and keys
+            e: dimension of values
+            causal: whether the call is causal
+            group: query heads that share a key head
+        """
         return self
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
-        """Multiply-adds for one query head, grouping included."""
+        """Multiply-adds for one query head, grouping included.
+
+        Args:
+            n: queries
+            m: keys
+            d: dimension of queries and keys
+            e: dimension of values
+            causal: whether the call is causal
+            group: query heads that share a key head
+        """
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         # settings are plain values; dataclasses.asdict would copy them, which compilers cannot follow
+        """The name and every setting, as plain values: for JSON."""
         return {"method": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> Self:
+        """The method back from ``to_dict``; a setting it does not have is refused.
+
+        Args:
+            settings: its settings by name; "method" may be among them
+        """
         fields = [each.name for each in dataclasses.fields(cls)]
         given = {name: value for name, value in settings.items() if name != "method"}
         strange = [name for name in given if name not in fields]

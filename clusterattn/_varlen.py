@@ -39,18 +39,26 @@ def varlen_attention(
     The answer is that of a loop over the documents with ``ca.attention``, forward and backward, up to the rounding of
     sums in another order: groups never cross a document, draws do not depend on its neighbours.
 
-    cu_seqlens_q   whole numbers (documents + 1,): document i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1]. Begins
-                   with 0, never falls, ends at the tokens there are; equal neighbours are an empty document
-    cu_seqlens_k   the same of the keys; None: as the queries. A document that has queries and no keys answers 0, with
-                   lse -inf and gradient 0
-    max_seqlen_q, max_seqlen_k   of the longest document; only checked, and may be left out
-    method         as in ``ca.attention``. Sizes that it leaves open are chosen once, for the longest document. "auto"
-                   chooses for each length, so that short documents are answered exactly and long ones are not
-    causal         a document's last query stands beside its last key
-    points         for ClusterFormer: (tokens x)
-    return_lse     also return lse (h tokens), as flash-attention has it
-
-    scale, generator, seed, backend and state as in ``ca.attention``.
+    Args:
+        q: queries (tokens h d)
+        k: keys (tokens hk d); hk divides h
+        v: values (tokens hk e)
+        cu_seqlens_q: whole numbers (documents + 1,): document i has queries cu_seqlens_q[i] to cu_seqlens_q[i + 1].
+            Begins with 0, never falls, ends at the tokens there are; equal neighbours are an empty document
+        cu_seqlens_k: the same of the keys; None: as the queries. A document that has queries and no keys answers 0,
+            with lse -inf and gradient 0
+        max_seqlen_q: of the longest document; only checked, and may be left out
+        max_seqlen_k: of the longest document; only checked, and may be left out
+        method: as in ``ca.attention``. Sizes that it leaves open are chosen once, for the longest document. "auto"
+            chooses for each length, so that short documents are answered exactly and long ones are not
+        causal: a document's last query stands beside its last key
+        scale: as in ``ca.attention``
+        generator: as in ``ca.attention``
+        seed: as in ``ca.attention``
+        backend: as in ``ca.attention``
+        state: as in ``ca.attention``
+        points: for ClusterFormer: (tokens x)
+        return_lse: also return lse (h tokens), as flash-attention has it
 
     Nothing is padded to the longest document of all. Documents of similar length share a batch that is padded to its
     own longest and answered in one call, as many of them as makes padding and calls together cost least; documents that
@@ -80,9 +88,10 @@ def _row(name: str, dims: str, x: Tensor) -> Tensor:
     """Tokens (tokens h d) as one row of a batch (1 h tokens d)."""
     if not isinstance(x, Tensor):
         raise bad_type(f"{name} a torch.Tensor", type(x).__name__, f"torch.as_tensor({name})")
+    if x.is_nested:
+        raise bad_type(f"{name} (tokens {dims})", "a nested tensor", f"{name}.values(), with {name}.offsets()")
     if x.dim() != 3:
-        advice = f"{name}.values() with its offsets()" if x.is_nested else "ca.attention for (b h n d)"
-        raise bad_value(f"{name} of shape (tokens {dims})", f"{x.dim()} dimensions", advice)
+        raise bad_value(f"{name} (tokens {dims})", tuple(x.shape), "ca.attention for (b h n d)")
     return x.transpose(0, 1).unsqueeze(0)
 
 

@@ -30,11 +30,21 @@ def warm_up(
 ) -> dict[int, float]:
     """Make calls like those to come, on random tensors, so that the first real one finds its kernels compiled.
 
-    lengths      of the queries; one of each kind is enough: a kernel serves every length, but sizes that a method
-                 leaves open follow it in steps (512, 768, 1 024, 1 536, ...)
-    keys         how many, where they are not as many as the queries
-    masked       with a key_mask
-    backward     forward and backward; False: forward under no_grad
+    Args:
+        lengths: of the queries; one of each kind is enough: a kernel serves every length, but sizes that a method
+            leaves open follow it in steps (512, 768, 1 024, 1 536, ...)
+        method: a method, its name, or "name:key=value,..."
+        batch: sequences in a call
+        heads: query heads
+        key_heads: key heads; None: as many as query heads
+        dim: of queries and keys
+        value_dim: of values; None: as of keys
+        keys: how many, where they are not as many as the queries
+        dtype: of q, k and v
+        device: where the calls will run
+        causal: causal calls
+        masked: with a key_mask
+        backward: forward and backward; False: forward under no_grad
 
     The others are those of ``ca.attention``: what is compiled depends on the method with its sizes, dtype, head dims,
     causal or not, masked or not. Kernels stay in Triton's cache folder (``~/.triton/cache``, or ``TRITON_CACHE_DIR``)

@@ -29,6 +29,7 @@ LAYERS = (
     (
         "clusterattn._attention",
         "clusterattn._replay",
+        "clusterattn._options",
         "clusterattn._varlen",
         "clusterattn._warm_up",
         "clusterattn._plan",

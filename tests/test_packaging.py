@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -22,11 +24,42 @@ def run(*words: str, cwd: Path = ROOT, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT))
-    (made,) = folder.glob("*.whl")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel and an sdist, as `make dist` builds them."""
+    folder = tmp_path_factory.mktemp("dist")
+    words = ("--wheel", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    run(sys.executable, "-m", "build", *words)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (made,) = dist.glob("*.whl")
     return made
+
+
+def test_an_index_would_accept_them(dist: Path) -> None:
+    pytest.importorskip("twine")
+    made = sorted(dist.iterdir())
+    assert [path.suffix for path in made] == [".whl", ".gz"]
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *map(str, made)).count("PASSED") == 2
+
+
+def test_the_sdist_carries_tests_and_docs_but_no_results(dist: Path) -> None:
+    (made,) = dist.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"README.md", "CHANGELOG.md", "mkdocs.yml", "docs/guide.md", "tests/laws.py", "Makefile"} <= names
+    assert not any(name.startswith(("results/", "site/", ".venv/")) for name in names)
+
+
+def test_the_version_is_told_once() -> None:
+    """The package, the citation and the changelog agree, but for what is added to a version in the making."""
+    (plain,) = re.findall(
+        r'^__version__ = "(\d+\.\d+\.\d+)', (ROOT / "clusterattn" / "_version.py").read_text(), re.MULTILINE
+    )
+    assert f"version: {plain}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {plain} " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_wheel_carries_types_data_and_templates_but_no_tests(wheel: Path) -> None:

@@ -1,88 +1,90 @@
-"""The README keeps its word: its code runs, its files and commands exist, its tables say what the rows say."""
+"""README and docs/ keep their word: code runs, commands exist, links lead somewhere, tables say what the rows say."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from pages import PAGES, ROOT, anchors, blocks, script
 
 import clusterattn as ca
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+WITH_RESULTS = pytest.mark.skipif(
+    not (ROOT / "results").is_dir(), reason="no results/ here: they stay out of the sdist"
+)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def test_the_readme_is_two_screens() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
 
 
-def test_every_snippet_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- code ----------------------------------------------------------------------------------------
+
+
+def run_blocks(page: Path) -> dict[str, Any]:
+    """Every Python block of the page, in order, in one namespace."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    for number, code in enumerate(blocks(page, "python"), start=1):
+        exec(compile(code, f"{page.name}, python block {number}", "exec", dont_inherit=True), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [README, *(DOCS / name for name in ("guide.md", "index.md", "training.md"))], ids=str)
+def test_every_snippet_runs_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     torch.manual_seed(0)
+    names = run_blocks(page)
+    if page is README:
+        assert ca.measure.relative_error(names["near"], names["exact"]) < 0.2
+        assert names["lse"].shape == names["q"].shape[:3]
+        assert (tmp_path / "plan.json").exists()
+    if page.stem == "guide":
+        assert 0 < names["share"] < 1
+        assert names["prefill"].causality == "value"
+
+
+def test_the_method_of_the_walk_through_is_whole() -> None:
     known = dict(ca.METHODS)
-    names: dict[str, Any] = {"__name__": "readme"}
     try:
-        for number, code in enumerate(blocks("python"), start=1):
-            exec(compile(code, f"README.md, python block {number}", "exec", dont_inherit=True), names)
+        run_blocks(DOCS / "contributing.md")
         assert isinstance(ca.METHODS["strided"](), ca.Method)
-    finally:  # the walk-through registers a method
+    finally:  # it registers itself
         ca.METHODS.clear()
         ca.METHODS.update(known)
-    assert 0 < names["share"] < 1
-    assert names["lse"].shape == (2, 8, 1024)
-    assert names["prefill"].causality == "value"
 
 
-# ---- files ---------------------------------------------------------------------------------------
+# ---- files and links -----------------------------------------------------------------------------
 
 
-def tree() -> set[str]:
-    """The paths of the file tree: two spaces of indentation for each folder."""
-    (drawn,) = blocks("text")
-    found, folders = set(), []
-    for line in filter(str.strip, drawn.splitlines()):
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        assert len(line.split()) > 1 or name.endswith("/"), f"no word about {name}"
-        path = "/".join([*folders[:depth], name.rstrip("/")])
-        if name.endswith("/"):
-            folders = [*folders[:depth], name.rstrip("/")]
-        found.add(path)
-    return found
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    if page.name == "papers.md" and not (ROOT / "results").is_dir():
+        pytest.skip("no results/ here: they stay out of the sdist")
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        place = (page.parent / target) if target else page
+        assert place.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(place), f"{page.name}: {target}#{anchor}"
 
 
-def test_every_file_of_the_tree_exists() -> None:
-    assert [path for path in sorted(tree()) if not (ROOT / path).exists()] == []
-
-
-def test_every_python_file_is_in_the_tree() -> None:
-    for folder in ("clusterattn", "clusterattn_papers", "benchmarks", "tests"):
-        here = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
-        assert sorted(here - tree()) == []
-
-
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_the_picture_is_small() -> None:
-    assert (ROOT / "docs" / "img" / "pareto.png").stat().st_size < 150_000
+def test_pictures_are_small() -> None:
+    for path in (DOCS / "img").glob("*.png"):
+        assert path.stat().st_size < 150_000, path.name
 
 
 # ---- commands ------------------------------------------------------------------------------------
 
 
 def commands() -> list[list[str]]:
-    lines = "".join(blocks("sh")).splitlines()
+    lines = "".join(each for page in (README, DOCS / "commands.md") for each in blocks(page, "sh")).splitlines()
     return [line.partition("#")[0].split() for line in lines if line.startswith("clusterattn ")]
 
 
@@ -114,7 +116,7 @@ def test_make_targets_exist() -> None:
 
 def test_the_table_of_methods_is_true() -> None:
     """Every class, its defaults, its kind of causality, cross-attention and state."""
-    lines = re.findall(r"^\| `(\w+)\((.*?)\)` \|(.*)\|$", README, re.MULTILINE)
+    lines = re.findall(r"^\| `(\w+)\((.*?)\)` \|(.*)\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
     told = {name: (defaults, [cell.strip() for cell in rest.split("|")]) for name, defaults, rest in lines}
     assert set(told) == {each.__name__ for each in ca.METHODS.values()}
     for kind in ca.METHODS.values():
@@ -128,25 +130,57 @@ def test_the_table_of_methods_is_true() -> None:
         assert (state != "–") == method.stateful, kind.__name__
 
 
-def tables() -> ModuleType:
-    where = importlib.util.spec_from_file_location("readme_tables", ROOT / "benchmarks" / "readme_tables.py")
-    assert where is not None
-    assert where.loader is not None
-    module = importlib.util.module_from_spec(where)
-    where.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="no results/ here: they stay out of the sdist")
+@WITH_RESULTS
 def test_tables_say_what_the_rows_say() -> None:
-    script = tables()
-    for page in script.pages():
+    tables = script("readme_tables")
+    for page in tables.pages():
         text = page.read_text(encoding="utf-8")
-        assert script.filled(text) == text, f"{page.name}: run python benchmarks/readme_tables.py"
+        assert tables.filled(text) == text, f"{page.name}: run make tables"
+
+
+@WITH_RESULTS
+def test_every_table_is_shown() -> None:
+    """A table that no page has is forgotten work."""
+    marks = {mark for page in PAGES for mark in re.findall(r"<!-- table:([\w-]+) -->", page.read_text("utf-8"))}
+    assert marks == set(script("readme_tables").TABLES)
 
 
 def test_tables_of_nothing_are_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tables()
-    monkeypatch.setattr(script, "RESULTS", tmp_path)
-    for write in script.TABLES.values():
-        assert write() == script.NOT_YET
+    tables = script("readme_tables")
+    monkeypatch.setattr(script("table_words"), "RESULTS", tmp_path)
+    for name, write in tables.TABLES.items():
+        assert name == "files" or write() == tables.NOT_YET, name
+
+
+# ---- rows that the code would not repeat ---------------------------------------------------------
+
+THEMES = ("compare", "compare-long", "settings", "pretrained", "tabpfn")  # rows that tell a share of multiply-adds
+
+
+@WITH_RESULTS
+def test_a_row_counts_multiply_adds_as_the_code_does_or_is_known_to_be_of_a_former_commit() -> None:
+    words = script("table_words")
+    found = words.rows(*THEMES)
+    assert sum(words.share_now(row) is not None for row in found) > 100  # the check reaches most of them
+    wrong = {
+        f"{row['theme']} {row['method']}: {row['cost_share']:.3f}, now {words.share_now(row):.3f}"
+        for row in found
+        if words.out_of_date(row) and not words.is_former(row)
+    }
+    assert wrong == set(), f"measure anew, or name {words.FORMER}'s commit and what has changed"
+
+
+@WITH_RESULTS
+def test_a_former_commit_has_rows() -> None:
+    words = script("table_words")
+    made = {words.commit_of(row) for row in words.rows(*THEMES, "bench", "cpu-bars", "gpu-bars")}
+    assert set(words.former()) <= made
+
+
+def test_a_wrong_share_is_found() -> None:
+    words = script("table_words")
+    method = ca.Refined(clusters=25, top=32, parts=1, slope=False, steps=5)
+    share = method.cost(512, 512, 32, 32) / ca.Exact().cost(512, 512, 32, 32)
+    row = {"theme": "compare", "settings": method.to_dict(), "causal": False, "n": 512, "m": 512, "d": 32, "e": 32}
+    assert not words.out_of_date({**row, "cost_share": share})
+    assert words.out_of_date({**row, "cost_share": share + 0.06})

@@ -21,6 +21,10 @@ def observe(model: nn.Module, fn: Callable[[str, LayerCall], None]) -> Iterator[
     The model may be swapped or not; answers do not change. Single tokens of decoding, packed documents and calls that
     have to stay exact (see the report of ``swap``) are not shown. ``call.answer(other)`` is what another method would
     have said.
+
+    Args:
+        model: a transformers model, swapped or not
+        fn: called as ``fn(name, call)`` with the layer's name and a ``LayerCall``
     """
     model = plain(model)
     found = find(model)

@@ -41,6 +41,6 @@ def answer(stamp: Stamp, call: LayerCall, obstacle: str) -> Tensor:
     assert isinstance(stamp.method, Method)
     out: Tensor = parallel.attention(
         call.q, call.k, call.v, method=stamp.method, group=stamp.parallel, key_mask=call.key_mask,
-        query_mask=call.query_mask, causal=call.causal, scale=call.scale,
+        query_mask=call.query_mask, causal=call.causal, scale=call.scale, seed=call.seed,
     )  # fmt: skip
     return out

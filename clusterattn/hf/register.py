@@ -29,7 +29,8 @@ from ..methods import Exact, Refined
 from ..methods import method as as_method
 from . import over_ranks, packed
 
-NAME = "clusterattn"  # every layer, by the method that the config names or else Refined()
+NAME = "clusterattn"
+"""The attention implementation: every layer, by the method that the config names or else Refined()."""
 SWAPPED = "clusterattn_swapped"  # only the layers that ``swap`` has stamped; the others stay exact
 STAMP = "_clusterattn"  # the attribute of an attention module that holds its Stamp
 

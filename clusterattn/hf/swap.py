@@ -35,13 +35,14 @@ def swap(
 ) -> Report:
     """Let a method, or a plan's methods, answer for the model's attention layers. Nothing but attributes changes.
 
-    model        a transformers model that uses the attention interface, or a module that holds some
-    method       None: the plan that came with the model, in its config or in its folder (see ``Plan``)
-    exact_below  shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
-    seed         of what the methods draw: the same seed, the same answers
-    parallel     a process group or a DeviceMesh of one dimension: every rank runs the model on its share of the tokens
-                 (with the position ids of its share) and attention goes over all of them, by ``ca.parallel``. Models
-                 with a layer that cannot are refused: exact attention would see the share alone
+    Args:
+        model: a transformers model that uses the attention interface, or a module that holds some
+        method: None: the plan that came with the model, in its config or in its folder (see ``Plan``)
+        exact_below: shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
+        seed: of what the methods draw: the same seed, the same answers
+        parallel: a process group or a DeviceMesh of one dimension: every rank runs the model on its share of the tokens
+            (with the position ids of its share) and attention goes over all of them, by ``ca.parallel``. Models with a
+            layer that cannot are refused: exact attention would see the share alone
 
     Layers that no method can honour stay exact, and the report says why. Swapping again replaces the first swap.
     """
@@ -70,14 +71,22 @@ def swap(
 
 
 def restore(model: nn.Module) -> None:
-    """Undo ``swap``: what answered before answers again. Does nothing to a model that was not swapped."""
+    """Undo ``swap``: what answered before answers again. Does nothing to a model that was not swapped.
+
+    Args:
+        model: what was swapped
+    """
     for module in plain(model).modules():
         vars(module).pop(STAMP, None)
         put_back(vars(module).pop(BEFORE, []))
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention modules that can be swapped, by their names in ``model.named_modules()``."""
+    """The attention modules that can be swapped, by their names in ``model.named_modules()``.
+
+    Args:
+        model: a transformers model, or a module that holds one
+    """
     return {each.name: each.module for each in find(plain(model)) if not why_exact(each)}
 
 

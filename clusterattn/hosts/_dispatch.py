@@ -181,7 +181,8 @@ class DiffusersBackend:
         (b, n, h, d), (_, m, hk, e) = q.shape, v.shape
         shape = Shape(n * ring, m * ring, d, e, given.causal, h // hk)
         method, reason = chosen(self.method, shape, b * h, q.device, q.dtype)
-        return None if reason else method
+        alone = isinstance(method, Clustered) and method.share_heads  # which is not made over ranks
+        return None if reason or alone else method
 
     # ------------------------------------------------------------------ a part of a call
 

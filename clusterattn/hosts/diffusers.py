@@ -28,6 +28,8 @@ from ..methods import method as as_method
 from ._dispatch import DiffusersBackend, Steps
 from ._served import CallCounts, Swapped, need
 
+__all__ = ["register", "restore", "swap", "unregister"]
+
 NAME = "clusterattn"
 HOST = "diffusers"  # in plans
 METHOD: MethodSpec = "auto"
@@ -47,16 +49,17 @@ def register(
 ) -> CallCounts:
     """Make "clusterattn" one of diffusers' attention backends: ``model.set_attention_backend("clusterattn")``.
 
-    method      answers for every attention layer of the models that are set to this backend. "auto": Refined where it
-                is faster on this device, SDPA elsewhere
-    min_length  calls with fewer queries or keys stay exact
-    exact_rows  so many rows at the beginning of a sequence are answered exactly: conditioning tokens (text, a first
-                frame). Negative: at its end
-    joint       these rows are a stream of their own (the text of Flux or Qwen-Image), which context parallelism shares
-                out by itself. Without it, and with exact_rows=0 in such a model, a rank of Ulysses sees tokens in
-                another order than one device, and draws differ
-    cross       cross-attention (another number of keys than queries) too. Under context parallelism each rank groups
-                its own queries then, and answers depend on the number of ranks
+    Args:
+        method: answers for every attention layer of the models that are set to this backend. "auto": Refined where it
+            is faster on this device, SDPA elsewhere
+        min_length: calls with fewer queries or keys stay exact
+        exact_rows: so many rows at the beginning of a sequence are answered exactly: conditioning tokens (text, a first
+            frame). Negative: at its end
+        joint: these rows are a stream of their own (the text of Flux or Qwen-Image), which context parallelism shares
+            out by itself. Without it, and with exact_rows=0 in such a model, a rank of Ulysses sees tokens in another
+            order than one device, and draws differ
+        cross: cross-attention (another number of keys than queries) too. Under context parallelism each rank groups its
+            own queries then, and answers depend on the number of ranks
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.
     """
@@ -96,13 +99,14 @@ def swap(
 ) -> Swapped:
     """Let a method, or a plan's methods, answer for the attention layers of one model.
 
-    model         a diffusers model (``pipe.transformer``); where it is compiled as a whole, the compiled one
-    method        None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto"
-    dense_steps   the first denoising steps of every run stay exact. A step is a lower ``timestep``
-    dense_layers  layers that stay exact: by name, or by position among the self-attention layers (-1 is the last)
-    min_length    shorter calls stay exact; None: as the plan says, or 4096
-    exact_rows    conditioning rows that stay exact, see ``register``; joint models are recognised
-    cross         serve cross-attention too, see ``register``; None: as the plan says, or not
+    Args:
+        model: a diffusers model (``pipe.transformer``); where it is compiled as a whole, the compiled one
+        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto"
+        dense_steps: the first denoising steps of every run stay exact. A step is a lower ``timestep``
+        dense_layers: layers that stay exact: by name, or by position among the self-attention layers (-1 is the last)
+        min_length: shorter calls stay exact; None: as the plan says, or 4096
+        exact_rows: conditioning rows that stay exact, see ``register``; joint models are recognised
+        cross: serve cross-attention too, see ``register``; None: as the plan says, or not
 
     The report says what happened to each layer, its ``served`` how many calls were answered how. Swapping again
     replaces the first swap, ``restore`` undoes it; so does ``model.set_attention_backend``, except for the counting
@@ -143,7 +147,11 @@ def swap(
 
 
 def restore(model: nn.Module) -> None:
-    """Undo ``swap``. Does nothing to a model that was not swapped."""
+    """Undo ``swap``. Does nothing to a model that was not swapped.
+
+    Args:
+        model: what was swapped
+    """
     for undo in vars(getattr(model, "_orig_mod", model)).pop(SWAPPED, []):
         undo()
 

@@ -22,6 +22,8 @@ from ..methods import method as as_method
 from ..methods.budgets import Shape
 from ._served import CallCounts, answer, chosen, need
 
+__all__ = ["register", "unregister"]
+
 METHOD: MethodSpec = "auto"
 MIN_ROWS = 3000
 MIN_DIM = 32
@@ -67,11 +69,12 @@ class TabpfnBackend:
 def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: int = MIN_DIM) -> CallCounts:
     """Let a method answer TabPFN's long attention calls: rows that attend to the training rows.
 
-    method    "auto": Refined where it is faster on this device, TabPFN's own attention elsewhere. Any other method
-              answers whatever the settings below let through
-    min_rows  calls with fewer queries or keys stay as they are, however slow: attention over features, inducing points,
-              small tables, where an error would buy nothing
-    min_dim   so do heads of fewer dimensions, where grouping costs as much as attention
+    Args:
+        method: "auto": Refined where it is faster on this device, TabPFN's own attention elsewhere. Any other method
+            answers whatever the settings below let through
+        min_rows: calls with fewer queries or keys stay as they are, however slow: attention over features, inducing
+            points, small tables, where an error would buy nothing
+        min_dim: so do heads of fewer dimensions, where grouping costs as much as attention
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.
     Rows are grouped together, so the answer for a test row depends a little on the other rows of its batch.

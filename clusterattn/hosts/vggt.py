@@ -24,6 +24,8 @@ from ..methods import Exact, MethodSpec
 from ..methods.budgets import Shape
 from ._served import CallCounts, Swapped, chosen
 
+__all__ = ["restore", "swap"]
+
 HOST = "vggt"  # in plans
 METHOD: MethodSpec = "auto"
 EXACT_BELOW = 4096
@@ -99,10 +101,12 @@ def swap(
 ) -> Swapped:
     """Let a method, or a plan's methods, answer in the global blocks. Weights and state dict stay.
 
-    method       None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto":
-                 Refined where it is faster on this device, the host's attention elsewhere
-    exact_below  fewer tokens (of all frames together) stay exact; None: as the plan says, or 4096
-    blocks       the blocks that attend globally, each with an ``attn``; None: those in lists named ``global_blocks``
+    Args:
+        model: a model with such blocks
+        method: None: the plan that came with the model, in its config or its folder (see ``Plan``), or else "auto":
+            Refined where it is faster on this device, the host's attention elsewhere
+        exact_below: fewer tokens (of all frames together) stay exact; None: as the plan says, or 4096
+        blocks: the blocks that attend globally, each with an ``attn``; None: those in lists named ``global_blocks``
 
     The report says what happened to each block, its ``served`` how many calls were answered how. Swapping again
     replaces the first swap, ``restore`` undoes it.
@@ -128,7 +132,11 @@ def swap(
 
 
 def restore(model: nn.Module) -> None:
-    """Undo ``swap``. Does nothing to a model that was not swapped."""
+    """Undo ``swap``. Does nothing to a model that was not swapped.
+
+    Args:
+        model: what was swapped
+    """
     for module in model.modules():
         if isinstance(module, GlobalAttention):
             del module._clusterattn

@@ -15,10 +15,14 @@ class Proposition1(NamedTuple):
     """Upper bounds of ‖A_i − A_c‖₂ for every query, (b h n): its exact weights against those of its centroid.
 
     0 for a query without a cluster. No two rows of weights are farther apart than √2: above that a bound says nothing.
+
+    Attributes:
+        printed: scale · |q_i − c| · ‖K‖₂, as in the paper but for the scale, which it omits
+        tight: ½ · scale · |K̃ (q_i − c)|: see ``proposition1``
     """
 
-    printed: Tensor  # scale · |q_i − c| · ‖K‖₂, as in the paper but for the scale, which it omits
-    tight: Tensor  # ½ · scale · |K̃ (q_i − c)|: see ``proposition1``
+    printed: Tensor
+    tight: Tensor
 
 
 def proposition1(
@@ -33,6 +37,13 @@ def proposition1(
     better: softmax halves distances at least (its Jacobian's norm is at most ½), and does not see what all keys have in
     common. So with K̃, the keys less their mean, half of |K̃ (q − c)| is enough, which is computed here as it is, from
     the d × d matrix K̃ᵀK̃: the distance that ``metric="keys"`` groups by. In fp64, and without an (n m) tensor.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        groups: the clusters of the call
+        key_mask: bool (b m), True = a real key
+        scale: of the logits, 1/sqrt(d) by default
     """
     if not isinstance(groups, Clusters):
         raise bad_type("Clusters", type(groups).__name__, 'ca.groups(q, k, method="clustered")')
@@ -59,6 +70,10 @@ def subset_error(lse: Tensor, exact_lse: Tensor) -> Tensor:
     once: Local, OracleTop, ClusterFormer without a bias, Smyrf with one round or dedup. It is the quantity behind
     SMYRF's Theorem 1 (with its q_C / q_D for the share), which says that the buckets that minimise it are NP-hard to
     find; there is no number in that theorem to compare a call with.
+
+    Args:
+        lse: of the method (b h n)
+        exact_lse: of exact attention (b h n)
     """
     share = (lse.double() - exact_lse.double()).exp()
     return 2 * (1 - share.nan_to_num(1.0))

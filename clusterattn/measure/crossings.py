@@ -79,7 +79,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, method: Method, causal: bool, backward
         leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
         out = attention(*leaves, method=method, causal=causal)
         if backward:
-            out.sum().backward()
+            out.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _line(

@@ -19,7 +19,18 @@ def exact_answer(
     dtype: torch.dtype = torch.float64,
     block: int = 512,
 ) -> Tensor:
-    """softmax(q kᵀ · scale) v by blocks of queries: (b h n e) in ``dtype``. Rows that see nothing are 0."""
+    """softmax(q kᵀ · scale) v by blocks of queries: (b h n e) in ``dtype``. Rows that see nothing are 0.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e)
+        key_mask: bool (b m), True = a real key
+        causal: as in ``ca.attention``
+        scale: of the logits, 1/sqrt(d) by default
+        dtype: in which it is computed
+        block: queries at a time
+    """
     parts = [
         weights @ _all_heads(v.to(dtype), q) for weights in _weight_blocks(q, k, key_mask, causal, scale, dtype, block)
     ]
@@ -40,19 +51,37 @@ def exact_matrix(
 
 
 def relative_error(out: Tensor, exact: Tensor, query_mask: Tensor | None = None) -> float:
-    """‖out − exact‖ / ‖exact‖ over everything; rows that ``query_mask`` (b n) leaves out do not count."""
+    """‖out − exact‖ / ‖exact‖ over everything; rows that ``query_mask`` (b n) leaves out do not count.
+
+    Args:
+        out: an answer (b h n e)
+        exact: the answer it should be
+        query_mask: bool (b n), True = a real query
+    """
     miss, size = _squares(out, exact, query_mask)
     return float(miss.sum().sqrt() / size.sum().sqrt().clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def head_errors(out: Tensor, exact: Tensor, query_mask: Tensor | None = None) -> Tensor:
-    """The relative error of each batch element and head, (b h)."""
+    """The relative error of each batch element and head, (b h).
+
+    Args:
+        out: an answer (b h n e)
+        exact: the answer it should be
+        query_mask: bool (b n), True = a real query
+    """
     miss, size = _squares(out, exact, query_mask)
     return (miss.sum(-1).sqrt() / size.sum(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)).cpu()
 
 
 def row_l1(weights: Tensor, exact: Tensor, query_mask: Tensor | None = None) -> float:
-    """Mean over rows of Σ_j |a_ij − exact_ij|: 0 is the same distribution, 2 is no key in common."""
+    """Mean over rows of Σ_j |a_ij − exact_ij|: 0 is the same distribution, 2 is no key in common.
+
+    Args:
+        weights: of a method (b h n m)
+        exact: attention's own weights (b h n m)
+        query_mask: bool (b n), True = a real query
+    """
     rows = (weights.to(exact.dtype) - exact).abs().sum(-1)  # (b h n)
     if query_mask is not None:
         rows = rows.transpose(1, 2)[query_mask]

@@ -34,6 +34,7 @@ ALSO = {  # what the papers and PyTorch call some of them
     "transformer": "exact",
     "lsh": "reformer",
     "oracle-top": "oracle_top",
+    "tuned": "plan",
 }
 MAP_TOKENS = 1024  # a map with more rows or columns than this is cut to its first corner
 ZOOM_TOKENS = 30
@@ -73,7 +74,8 @@ def short(label: str) -> str:
     name, _, settings = label.partition(":")
     if name.startswith("lsh"):
         name = name.replace("lsh", named(name), 1)
-    words = [f"{value} {key}" for key, _, value in (each.partition("=") for each in settings.split(",") if each)]
+    pairs = [each.partition("=") for each in settings.split(",") if each]
+    words = [f"{value} {key.removesuffix('s') if value == '1' else key}" for key, _, value in pairs]
     return f"{name} ({', '.join(words)})" if words else name
 
 

@@ -222,13 +222,15 @@ def _about(at: float, measured: bool) -> str:
 def _mark_crossings(axis: Any, drawn: Mapping[str, Curve], labels: Sequence[str]) -> None:
     """A ring where a method passes exact attention, and its length in the upper corner, for which room is made."""
     exact = drawn.get(PEER, {})
-    found = {label: crossing(curve, exact) for label, curve in drawn.items() if label != PEER}
+    lines = {label: curve for label, curve in drawn.items() if label != PEER and len(set(curve) & set(exact)) > 1}
+    found = {label: crossing(curve, exact) for label, curve in lines.items()}
     passed = sorted((spot[0], spot[1], label) for label, spot in found.items() if spot is not None)
     corner = axis.transAxes
     if passed:
-        low, high = axis.get_ylim()
+        heights = [1e6 * height for curve in drawn.values() for height in curve.values()]
+        low, high = axis.get_ylim()[0], 1.3 * max(heights)
         taken = 0.06 * (len(passed) + 1)  # of the height
-        axis.set_ylim(low, high * (high / low) ** (taken / (1 - taken)))
+        axis.set_ylim(low, max(high * (high / low) ** (taken / (1 - taken)), axis.get_ylim()[1]))  # panels share it
         axis.text(0.03, 0.97, "ahead from N =", transform=corner, va="top", size=8.5, color="#555555")
     for place, (at, measured, label) in enumerate(passed):
         colour, marker, _ = _style(label, labels)
@@ -245,7 +247,8 @@ def _style(label: str, labels: Sequence[str]) -> tuple[str, str, str]:
     colour, marker = style_of(label)
     if label == PEER:
         return colour, marker, "--"
-    at = [each for each in labels if each.split(":")[0] == label.split(":")[0]].index(label)
+    alike = sorted((each for each in labels if each.split(":")[0] == label.split(":")[0]), key=lambda each: ":" in each)
+    at = alike.index(label)  # as it comes first, if it is there
     spare = [marker, *(other for _, other in (*STYLE.values(), OTHER) if other not in (marker, "*"))]
     return colour, spare[at % len(spare)], ":" if at else "-"
 

@@ -18,7 +18,19 @@ EMBEDDED = {"short": DATA / "minilm_alice.safetensors", "long": DATA / "tabpfn_m
 
 @dataclass(frozen=True)
 class Sample:
-    """One set of q, k, v with its masks, and the words to label pictures with."""
+    """One set of q, k, v with its masks, and the words to label pictures with.
+
+    Attributes:
+        q: queries (b h n d)
+        k: keys (b hk m d)
+        v: values (b hk m e)
+        key_mask: bool (b m), True = a real key
+        query_mask: bool (b n), True = a real query
+        tokens: words of the first sequence, for maps
+        batch: a name for each batch element
+        heads: a name for each head
+        source: where it comes from, in a sentence
+    """
 
     q: Tensor  # (b h n d)
     k: Tensor  # (b hk m d)
@@ -37,6 +49,12 @@ class Sample:
         return b, h, n, self.k.shape[2], d, self.v.shape[3]
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Sample:
+        """On another device, or in another dtype.
+
+        Args:
+            device: where
+            dtype: of q, k and v
+        """
         return replace(
             self,
             q=self.q.to(device, dtype),
@@ -47,7 +65,11 @@ class Sample:
         )
 
     def batch_element(self, at: int) -> Sample:
-        """One batch element, all its heads."""
+        """One batch element, all its heads.
+
+        Args:
+            at: which one
+        """
         one = slice(at, at + 1)
         return replace(
             self,
@@ -60,7 +82,12 @@ class Sample:
         )
 
     def cut(self, batch: int, n: int) -> Sample:
-        """The first n queries and keys of so many batch elements, which come again when there are no more."""
+        """The first n queries and keys of so many batch elements, which come again when there are no more.
+
+        Args:
+            batch: how many batch elements
+            n: how many queries and keys
+        """
         at = torch.arange(batch, device=self.q.device) % self.q.shape[0]
         return Sample(
             q=self.q[at, :, :n],
@@ -73,15 +100,21 @@ class Sample:
         )
 
     def place(self, b: int, h: int) -> str:
-        """A head's name for titles."""
+        """A head's name for titles.
+
+        Args:
+            b: the batch element
+            h: the head
+        """
         return f"{self.batch[b] if self.batch else f'batch {b}'}, {self.heads[h] if self.heads else f'head {h}'}"
 
 
 def embedded(which: str = "short") -> Sample:
     """A sample inside the package, from a real pretrained model (see data/SOURCE.md).
 
-    "short"   a text encoder reading 512 tokens: (3, 4, 512, 32), three layers of four heads
-    "long"    a table model reading 8192 rows: (1, 3, 8192, 128), a head each of three layers
+    Args:
+        which: "short", a text encoder reading 512 tokens: (3, 4, 512, 32), three layers of four heads; or "long", a
+            table model reading 8192 rows: (1, 3, 8192, 128), a head each of three layers
     """
     check_choice("embedded", "which", which, tuple(EMBEDDED))
     return load(EMBEDDED["short"]) if which == "short" else _restored(EMBEDDED["long"])
@@ -142,6 +175,9 @@ def load(path: str | Path) -> Sample:
     """Read q, k, v (and key_mask, query_mask) from a safetensors file. Half precision becomes fp32.
 
     A key_mask alone on self-attention (n = m) also marks the queries: padding is no row to be judged by.
+
+    Args:
+        path: of the file
     """
     path = Path(path)
     save = "safetensors.torch.save_file({'q': q, 'k': k, 'v': v}, 'qkv.safetensors')"
@@ -213,6 +249,16 @@ def mixture(
     (keys that are alike carry values that are alike). ``spread`` is the noise beside the centres.
 
     Real queries crowd like this (few kinds of question, asked many times); iid Gaussian ones share nothing.
+
+    Args:
+        b: batch
+        h: heads
+        n: queries
+        d: dimension
+        centres: Gaussians of each head
+        spread: of a Gaussian around its centre
+        seed: of the draws
+        m: keys; None: as many as queries
     """
     m = n if m is None else m
     draw = torch.Generator().manual_seed(seed)

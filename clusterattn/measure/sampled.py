@@ -29,6 +29,20 @@ class ErrorReport:
     ``heads``, ``heads_low``, ``heads_high`` (b h) are the same for each head; each interval holds by itself, not all
     of them at once. ``queries`` (b h s) are the sampled positions (-1: no more real queries) and ``query_errors``
     (b h s) their own measured errors, in units of the head's root mean square ‖exact‖.
+
+    Attributes:
+        method: what was asked
+        error: the estimate
+        low: lower end of its interval
+        high: upper end
+        heads: (b h): the estimate for each head
+        heads_low: (b h): lower ends
+        heads_high: (b h): upper ends
+        queries: (b h s): sampled positions, -1 where there are no more real queries
+        query_errors: (b h s): errors of the sampled queries
+        sample: queries for each head
+        confidence: of the intervals
+        cost_share: of exact attention's multiply-adds, spent on the sample
     """
 
     method: Method
@@ -42,7 +56,7 @@ class ErrorReport:
     query_errors: Tensor
     sample: int
     confidence: float
-    cost_share: float  # of exact attention's multiply-adds, spent on the sample
+    cost_share: float
 
     @property
     def beyond(self) -> float:
@@ -89,6 +103,21 @@ def error_report(
     assumed about the method, and because errors are skewed and studentising on the log scale follows the skew, where
     a plain Student interval is too low several times too often. It can only know the tail that the
     sample has seen: ``beyond`` says how large an unseen part may be.
+
+    Args:
+        q: queries (b h n d)
+        k: keys (b hk m d); hk divides h
+        v: values (b hk m e)
+        method: a method, its name, or "name:key=value,..."
+        sample: queries of each head that are answered exactly, at least 8
+        confidence: of the intervals
+        key_mask: bool (b m), True = a real key
+        query_mask: bool (b n), True = a real query
+        causal: as in ``ca.attention``
+        scale: of the logits, 1/sqrt(d) by default
+        seed: of the method's draws, and of the sample
+        out: the method's answer (b h n e), where it is there already
+        **options: further ones of ``ca.attention``
     """
     chosen = as_method(method)
     check_whole("error_report", sample=sample)

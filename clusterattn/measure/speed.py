@@ -65,7 +65,16 @@ def interleaved(
     seconds: float | None = None,
     progress: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every repetition of every run. ``seconds``: start no round but the first past that."""
+    """Seconds of every repetition of every run. ``seconds``: start no round but the first past that.
+
+    Args:
+        runs: name -> a call without arguments
+        repetitions: rounds, in which each run has one turn
+        warmup: rounds before that
+        device: to wait for
+        seconds: no round but the first starts later than that
+        progress: called after each turn
+    """
     started = time.perf_counter()
     for _ in range(warmup):
         for run in runs.values():
@@ -180,7 +189,12 @@ def first_line(error: BaseException) -> str:
 
 
 def peak_memory(run: Run, device: str | torch.device = "cpu") -> int:
-    """Peak bytes of torch's allocator during one call, above what was held before it."""
+    """Peak bytes of torch's allocator during one call, above what was held before it.
+
+    Args:
+        run: a call without arguments
+        device: whose memory
+    """
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

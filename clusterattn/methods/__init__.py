@@ -26,12 +26,17 @@ METHODS: dict[str, type[Method]] = {
     each.name: each
     for each in (Exact, Clustered, Improved, Refined, Smyrf, Reformer, Routing, ClusterFormer, OracleTop, Local)
 }
+"""Name -> class, for every method but Auto; a method of one's own is one entry more."""
 
 MethodSpec = Union[Method, str, dict[str, Any]]
 
 
 def method(spec: MethodSpec) -> Method:
-    """A method from itself, its name, ``"name:key=value,key=value"``, or the dict that ``to_dict`` made."""
+    """A method from itself, its name, ``"name:key=value,key=value"``, or the dict that ``to_dict`` made.
+
+    Args:
+        spec: a method, its name, "name:key=value,...", or the dict of ``to_dict``
+    """
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, dict):

@@ -33,7 +33,8 @@ class Auto(Method):
     constants of each device, ``clusterattn/data/crossings.json``; ``clusterattn calibrate`` measures those of this
     machine and keeps them in the user's cache folder. A device without constants gets exact attention.
 
-    budget   of Refined, see there
+    Args:
+        budget: of Refined, see there
     """
 
     name: ClassVar[str] = "auto"
@@ -46,7 +47,14 @@ class Auto(Method):
         Refined(budget=self.budget)
 
     def choose(self, device: torch.device, dtype: torch.dtype, rows: int, shape: Shape) -> Method:
-        """For a call of so many rows (b h): Exact, or Refined with its sizes."""
+        """For a call of so many rows (b h): Exact, or Refined with its sizes.
+
+        Args:
+            device: where the call runs
+            dtype: of q, k and v
+            rows: batch times query heads
+            shape: of the call
+        """
         at = budgets.stepped(shape)
         plain = (device.type, device.index or 0, str(dtype), _threads(), budgets.step(rows), self.budget)
         if not _refined_wins(plain, at.n, at.m, at.d, at.e, at.causal, at.group):
@@ -54,6 +62,11 @@ class Auto(Method):
         return self.refined(shape)
 
     def refined(self, shape: Shape) -> Refined:
+        """Refined for a call of this shape, inside the budget.
+
+        Args:
+            shape: of the call
+        """
         n, m, d, e = shape.n, shape.m, shape.d, shape.e
         return Refined(budget=self.budget).at(n, m, d, e, causal=shape.causal, group=shape.group)
 

@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 class Clustered(Method):
     """Hash every query to ``bits`` signs, group the codes by Hamming k-means, let the centroids attend.
 
-    metric   "hamming" (the paper), "euclid", or "keys" (distance as the keys see it, see Refined)
-    start    "random" queries, or "far": queries that lie far apart
-    sample   train k-means on that many queries, and take the keys' metric from that many keys; then assign all.
-             None trains on all of them
-    rank     k-means looks at the queries along that many main directions of the keys alone (metric="keys"); None: all d
-    bias     random thresholds in the hash, as the old code had them; the paper's threshold is 0
-    block    causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by
-             centroids. None: blocks that grow like sqrt(clusters * n), so that the whole costs n^1.5
-    centroids_from  causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
-             value-causal)
-    share_heads  query heads that share a key head (grouped heads) share one set of ``clusters``: they see the same keys
+    Args:
+        clusters: how many; no more than there are queries are made
+        bits: of a query's hash
+        steps: assignments of k-means; between them centres are updated
+        metric: "hamming" (the paper), "euclid", or "keys" (distance as the keys see it, see Refined)
+        start: "random" queries, or "far": queries that lie far apart
+        sample: train k-means on that many queries, and take the keys' metric from that many keys; then assign all. None
+            trains on all of them
+        rank: k-means looks at the queries along that many main directions of the keys alone (metric="keys"); None: all
+            d
+        bias: random thresholds in the hash, as the old code had them; the paper's threshold is 0
+        block: causal only: positions are cut into blocks; a block attends to itself exactly, to earlier keys by
+            centroids. None: blocks that grow like sqrt(clusters * n), so that the whole costs n^1.5
+        centroids_from: causal only: "past" (the previous block's queries: strictly causal) or "block" (its own:
+            value-causal)
+        share_heads: query heads that share a key head (grouped heads) share one set of ``clusters``: they see the same
+            keys
     """
 
     name: ClassVar[str] = "clustered"
@@ -68,6 +74,7 @@ class Clustered(Method):
 
     @property
     def causality(self) -> str:  # type: ignore[override]
+        """Strict with centroids from the past, value-causal with those of a block's own queries."""
         return "strict" if self.centroids_from == "past" else "value"
 
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
@@ -145,7 +152,7 @@ class Clustered(Method):
         valid = (call.mask.query_rows(q).index_select(1, row) & (at < n)).view(b, 1, blocks, self._block)
         many = h // k.shape[1] if self.share_heads else 1
         if many > 1:  # a block has the queries of all its heads
-            x = x.unflatten(1, (h // many, many)).transpose(2, 3).flatten(3, 4)
+            x = x.view(b, h // many, many, blocks, self._block, d).transpose(2, 3).flatten(3, 4)
             valid = valid.repeat(1, 1, 1, many)
         past = self.centroids_from == "past"
         source = slice(0, blocks - 1) if past else slice(1, blocks)
@@ -163,7 +170,7 @@ class Clustered(Method):
 
         def numbered(labels: Tensor, real: Tensor, before: int, after: int) -> Tensor:
             labels = torch.where(real, labels + shift, -1)
-            labels = labels.unflatten(3, (many, self._block)).transpose(2, 3).flatten(1, 2)
+            labels = labels.view(b, h // many, blocks - 1, many, self._block).transpose(2, 3).flatten(1, 2)
             return F.pad(labels, (0, 0, before, after), value=-1).flatten(2).index_select(2, mine)
 
         members = call.ops.nearest(points, centres)
@@ -239,7 +246,16 @@ class Clustered(Method):
 
     def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         """The part of ``cost`` that finds out who is alike, all sizes being given. What is done once for a key head is
-        shared by its query heads."""
+        shared by its query heads.
+
+        Args:
+            n: queries
+            m: keys
+            d: dimension of queries and keys
+            e: dimension of values
+            causal: whether the call is causal
+            group: query heads that share a key head
+        """
         if causal:
             return self._causal_grouping_cost(n, m, d, group)
         many = self._heads_of_a_set(group)
@@ -267,7 +283,11 @@ class Clustered(Method):
         return n * d * w if self.metric == "hamming" or (self.metric == "keys" and w < d) else 0
 
     def width(self, d: int) -> int:
-        """Of the points that k-means sees."""
+        """Of the points that k-means sees.
+
+        Args:
+            d: dimension of the queries
+        """
         if self.metric == "hamming":
             return self.bits
         return d if self.metric == "euclid" or self.rank is None else min(self.rank, d)

@@ -20,13 +20,21 @@ SMALL = 1e-12  # added to lengths that something is divided by
 
 @dataclass(frozen=True)
 class ClusterFormerState:
-    """Handed from layer to layer. A loss is None where its weight is 0, or where nobody records gradients."""
+    """Handed from layer to layer. A loss is None where its weight is 0, or where nobody records gradients.
 
-    centroids: Tensor  # (b c x) updated by this layer (eq. 3); a layer takes (c x) or (b c x)
-    clustering_loss: Tensor | None = None  # L1 (eq. 6): tokens should lie near their centroid
-    sorting_loss: Tensor | None = None  # L2 (eq. 11): neighbouring centroids should lie near each other
-    balance_loss: Tensor | None = None  # how uneven the clusters are, from 0 to log c
-    labels: Tensor | None = None  # (b g n) the cluster of each token, -1 for padding; g is h, or 1 where heads share
+    Attributes:
+        centroids: (b c x) updated by this layer (eq. 3); a layer takes (c x) or (b c x)
+        clustering_loss: L1 (eq. 6): tokens should lie near their centroid
+        sorting_loss: L2 (eq. 11): neighbouring centroids should lie near each other
+        balance_loss: how uneven the clusters are, from 0 to log c
+        labels: (b g n) the cluster of each token, -1 for padding; g is h, or 1 where heads share
+    """
+
+    centroids: Tensor
+    clustering_loss: Tensor | None = None
+    sorting_loss: Tensor | None = None
+    balance_loss: Tensor | None = None
+    labels: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +46,26 @@ class ClusterFormer(Method):
     the paper's masked variant with its eqs. 13-14 corrected: positions are compared query against key, and masked
     logits are -inf rather than 0. What the paper leaves open, with what was measured: docs/methods.md.
 
-    clusters     None means the square root of the length
-    scope        "head": points and centroids are cut into heads, each with a grouping of its own. "shared": one for all
-    similarity   "cosine", or "inner" as printed: its losses have no lower bound
-    sharpness    factor of the similarity inside U (eq. 2)
-    assign       by the largest "share" (eq. 4), or to the centroid of largest "similarity"
-    compare      losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
-    spread       give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
-    trains       what the losses train: the "centroids" alone, the "map" W^C too (in the modules, which own it: there no
-                 gradient of the grouping reaches the tokens), or "all" of the model. Losses that reach the points
-                 make them one
-    affinity     a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
-                 its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping
-    straight     another: answers are multiplied by 1, whose gradient is that of the token's largest membership
-    mu, nu       weights of the clustering loss L1 and the sorting loss L2 in the joint loss of the modules (eq. 17),
-    balance      and of how uneven the clusters' soft sizes are, which is not in the paper. With 0 it is not computed
-    fade         updates over which the modules let these weights fall to 0; with 0 they stay
-    pass_on      the modules give a layer the centroids that the one before it updated; or each layer trains its own
+    Args:
+        clusters: None means the square root of the length
+        blocks: a block attends to itself and so many blocks less one before it
+        scope: "head": points and centroids are cut into heads, each with a grouping of its own. "shared": one for all
+        similarity: "cosine", or "inner" as printed: its losses have no lower bound
+        sharpness: factor of the similarity inside U (eq. 2)
+        assign: by the largest "share" (eq. 4), or to the centroid of largest "similarity"
+        compare: losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
+        spread: give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
+        trains: what the losses train: the "centroids" alone, the "map" W^C too (in the modules, which own it: there no
+            gradient of the grouping reaches the tokens), or "all" of the model. Losses that reach the points make them
+            one
+        affinity: a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
+            its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping
+        straight: another: answers are multiplied by 1, whose gradient is that of the token's largest membership
+        mu: weight of the clustering loss L1 in the joint loss of the modules (eq. 17); with 0 it is not computed
+        nu: weight of the sorting loss L2 there
+        balance: weight of how uneven the clusters' soft sizes are, which is not in the paper
+        fade: updates over which the modules let these weights fall to 0; with 0 they stay
+        pass_on: the modules give a layer the centroids that the one before it updated; or each layer trains its own
     """
 
     name: ClassVar[str] = "clusterformer"

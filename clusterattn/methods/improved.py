@@ -21,12 +21,13 @@ MASSES = ("cluster", "softmax", "tangent")
 class Improved(Clustered):
     """The ``top`` keys of each centroid are attended exactly by its queries; the far rest is averaged once per cluster.
 
-    mass     how much the far part weighs for each query: "cluster" keeps the centroid's proportion of near to far
-             (the paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the
-             centroid
-    detach_mass  treat the near keys' share as a constant in backward, as the old code did (mass="cluster" only)
-    parts    with mass="tangent": the far keys fall into so many parts, each averaged and weighed by itself
-    slope    with mass="tangent": the far values move with the query to first order, by one matrix per head
+    Args:
+        top: near keys of a cluster, which its queries see exactly
+        mass: how much the far part weighs for each query: "cluster" keeps the centroid's proportion of near to far (the
+            paper's eqs. 9-11), "softmax" the centroid's log-sum-exp as it is, "tangent" its tangent at the centroid
+        detach_mass: treat the near keys' share as a constant in backward, as the old code did (mass="cluster" only)
+        parts: with mass="tangent": the far keys fall into so many parts, each averaged and weighed by itself
+        slope: with mass="tangent": the far values move with the query to first order, by one matrix per head
     """
 
     name: ClassVar[str] = "improved"

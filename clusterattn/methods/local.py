@@ -14,7 +14,11 @@ from .._types import Attended, Buckets, Call, Groups, Mask, Method
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Method):
-    """``window`` keys: half before and half after the query, or, causal, itself and those before it."""
+    """``window`` keys: half before and half after the query, or, causal, itself and those before it.
+
+    Args:
+        window: keys around a query that it sees; causal: itself and those before it
+    """
 
     name: ClassVar[str] = "local"
     causality: ClassVar[str] = "strict"

@@ -15,6 +15,11 @@ from .exact import pairs
 
 @dataclass(frozen=True, kw_only=True)
 class OracleTop(Method):
+    """?
+
+    Args:
+        top: best keys of each query
+    """
     name: ClassVar[str] = "oracle_top"
     causality: ClassVar[str] = "strict"
     groups_type: ClassVar[type | None] = Buckets

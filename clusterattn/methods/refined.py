@@ -19,15 +19,20 @@ if TYPE_CHECKING:
 class Refined(Improved):
     """Five changes to Improved, each measured on real models:
 
-    metric="keys"   k-means measures the distance between queries as the keys see it: no hashing, S = Cov(K) per head
-    start           short calls start from queries that lie far apart ("far"), since outlying queries matter most; long
-                    ones from random queries, with one more step, which is as good there
-    mass="tangent"  the far part weighs lse_far(c) + scale (q - c) . k_far(c) for query q: log-sum-exp to first order.
-                    Convexity keeps that below the truth, so lse(Refined) <= lse(Exact)
-    parts           the far keys fall into parts, by k-means of keys beside their values: every cluster sees each part
-                    as one virtual key. A part for every key is exact attention
-    slope           the far values move with the query to first order as well: out += scale w_far(q) (q - c) M with one
-                    matrix M per head
+    Args:
+        clusters: how many clusters; None: as the shape of the call asks
+        top: near keys of a cluster; None: as the shape of the call asks
+        parts: the far keys fall into parts, by k-means of keys beside their values: every cluster sees each part as one
+            virtual key. A part for every key is exact attention
+        slope: the far values move with the query to first order as well: out += scale w_far(q) (q - c) M with one
+            matrix M per head
+        steps: assignments of k-means; None: as the shape of the call asks
+        metric: k-means measures the distance between queries as the keys see it: no hashing, S = Cov(K) per head
+        start: short calls start from queries that lie far apart ("far"), since outlying queries matter most; long ones
+            from random queries, with one more step, which is as good there
+        mass: the far part weighs lse_far(c) + scale (q - c) . k_far(c) for query q: log-sum-exp to first order.
+            Convexity keeps that below the truth, so lse(Refined) <= lse(Exact)
+        budget: share of exact attention's multiply-adds that open sizes may take, grouping included
 
     Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)`` and
     methods/budgets.py; ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included

@@ -20,6 +20,10 @@ class Reformer(Method):
     (around the circle, within its round). A token sees itself only when it sees nobody else. Two scalings are
     published: the default scale (1/sqrt(d), reformer-pytorch), and none after the normalisation (trax, Hugging Face):
     scale=1.0.
+
+    Args:
+        rounds: of hashing; their answers are merged
+        chunk: tokens in a chunk; it sees itself and the chunk before it
     """
 
     name: ClassVar[str] = "reformer"

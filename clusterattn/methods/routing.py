@@ -20,10 +20,15 @@ TILE = 32  # queries of one centroid that attend together
 
 @dataclass(frozen=True)
 class RoutingState:
-    """What Routing learns between calls, shared by the batch."""
+    """What Routing learns between calls, shared by the batch.
 
-    means: Tensor  # (h c d)
-    commitment: Tensor  # how far this call's tokens lie from their centroids: an auxiliary loss, with gradient
+    Attributes:
+        means: (h c d)
+        commitment: how far this call's tokens lie from their centroids: an auxiliary loss, with gradient
+    """
+
+    means: Tensor
+    commitment: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,11 @@ class Routing(Method):
     Tokens are compared on the unit sphere. Without ``state`` the centroids come from each sequence's own tokens; with
     ``return_state=True`` they start from the whole batch and move by an exponential average (``decay``).
     clusters=None means n / window, as published.
+
+    Args:
+        clusters: how many centroids; None: the length divided by the window
+        window: queries, and keys, that a centroid takes
+        decay: of the slow average by which centroids move, with a state
     """
 
     name: ClassVar[str] = "routing"

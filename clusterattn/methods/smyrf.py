@@ -21,9 +21,13 @@ TRANSFORMS = ("asymmetric", "e2lsh", "crosspolytope")
 class Smyrf(Method):
     """Sort queries and keys by a random score, cut both orders into equally many buckets; repeat, and merge by lse.
 
-    transform  "asymmetric" lifts q and k to one norm so that near means a large product; "e2lsh" projects them as they
-               are, "crosspolytope" sorts by the nearest of random directions (the rebuttal's ablation)
-    dedup      a pair that meets in several rounds counts once; the original counts it each time
+    Args:
+        rounds: of hashing; their answers are merged
+        q_seats: queries in a bucket
+        k_seats: keys in a bucket
+        transform: "asymmetric" lifts q and k to one norm so that near means a large product; "e2lsh" projects them as
+            they are, "crosspolytope" sorts by the nearest of random directions (the rebuttal's ablation)
+        dedup: a pair that meets in several rounds counts once; the original counts it each time
     """
 
     name: ClassVar[str] = "smyrf"

@@ -40,20 +40,29 @@ class _NotForFastPaths:
 class MultiheadAttention(nn.Module):
     """``nn.MultiheadAttention`` by clustering, also as ``self_attn`` of torch's transformer layers.
 
-    method      a method, its name, or "name:key=value,..."
-    kv_heads    fewer key and value heads than query heads, each serving a group of them
-    kdim, vdim  features of the keys and values that come in, where they are not embed_dim
-    shared_qk   one projection for queries and keys (always with Reformer, which has no keys of its own)
-    dropout     on the OUTPUT, after out_proj: clustering never holds the weights that torch drops
-    causal      attend causally in every call
-    seed        of the method's draws, the same in every call: one input, one answer, also when activation
-                checkpointing asks twice. Set ``.seed`` between steps for fresh draws; a tensor that holds it makes
-                them fresh in the replays of a CUDA graph
-    exact_below      shorter sequences (of queries or of keys) are answered exactly
-    exact_if_needed  so are calls that the method cannot honour, with one sentence in the log; else they are refused
-    parallel    a process group or a DeviceMesh of one dimension: what comes in is this rank's share of the sequence,
-                and attention is over the tokens of all ranks (``ca.parallel.attention``). Nothing falls back to exact
-                attention then: it would see the share alone
+    Args:
+        embed_dim: features of the queries, and of the output
+        heads: query heads; they divide embed_dim
+        method: a method, its name, or "name:key=value,..."
+        kv_heads: fewer key and value heads than query heads, each serving a group of them
+        kdim: features of the keys that come in, where they are not embed_dim
+        vdim: features of the values that come in, where they are not embed_dim
+        batch_first: (b n embed_dim), the default, or (n b embed_dim)
+        shared_qk: one projection for queries and keys (always with Reformer, which has no keys of its own)
+        dropout: on the OUTPUT, after out_proj: clustering never holds the weights that torch drops
+        bias: in the projections
+        causal: attend causally in every call
+        seed: of the method's draws, the same in every call: one input, one answer, also when activation checkpointing
+            asks twice. Set ``.seed`` between steps for fresh draws; a tensor that holds it makes them fresh in the
+            replays of a CUDA graph
+        exact_below: shorter sequences (of queries or of keys) are answered exactly
+        exact_if_needed: so are calls that the method cannot honour, with one sentence in the log; else they are refused
+        parallel: a process group or a DeviceMesh of one dimension: what comes in is this rank's share of the sequence,
+            and attention is over the tokens of all ranks (``ca.parallel.attention``). Nothing falls back to exact
+            attention then: it would see the share alone
+        device: where the weights are made
+        dtype: of the weights
+        **torchs: torch's words are answered with ours, in an error
 
     ``load_state_dict`` also reads what ``nn.MultiheadAttention`` saved; ``from_torch`` and ``to_torch`` copy modules.
 
@@ -129,6 +138,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights anew, as torch does."""
         for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj)):
             nn.init.xavier_uniform_(projection.weight, gain=2**-0.5)  # as torch, which stacks the three
         for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj, self.out_proj)):
@@ -139,7 +149,13 @@ class MultiheadAttention(nn.Module):
     def from_torch(
         cls, trained: nn.MultiheadAttention, method: MethodSpec = "refined", **options: Any
     ) -> MultiheadAttention:
-        """A copy of a trained ``nn.MultiheadAttention``. Its dropout moves from the weights to the output."""
+        """A copy of a trained ``nn.MultiheadAttention``. Its dropout moves from the weights to the output.
+
+        Args:
+            trained: torch's module
+            method: a method, its name, or "name:key=value,..."
+            **options: further ones of this class
+        """
         if trained.bias_k is not None or trained.add_zero_attn:
             raise bad_value("no extra keys", "add_bias_kv or add_zero_attn", "training without them")
         weight, bias = trained.out_proj.weight, trained.in_proj_bias is not None
@@ -161,6 +177,7 @@ class MultiheadAttention(nn.Module):
 
     @property
     def auxiliary_loss(self) -> Tensor | None:
+        """Routing's commitment loss of the last training forward; None with other methods."""
         return None if self.memory is None else self.memory.auxiliary_loss
 
     def take_auxiliary_loss(self) -> Tensor | None:
@@ -186,15 +203,18 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """In torch's conventions: masks say True (or -inf) = masked OUT, unlike ``ca.attention``.
 
-        query, key, value   (b n embed_dim), (b m kdim), (b m vdim); (n b embed_dim) and so on with
-                            batch_first=False; or one sequence without b
-        key_padding_mask    (b m). Where query is key, padding takes no part as queries either: its rows
-                            are out_proj's answer to 0
-        query_padding_mask  (b n): the same for cross-attention
-        attn_mask           the causal mask, together with is_causal=True; any other with Exact alone
-        need_weights        also return the dense weights that the method really applied: (b n m), or
-                            (b heads n m) with average_attn_weights=False. Not by default: never making
-                            them is the point
+        Args:
+            query: (b n embed_dim); (n b embed_dim) with batch_first=False; or one sequence without b
+            key: (b m kdim), or in the order of query; the same tensor as query in self-attention
+            value: (b m vdim), or in the order of query
+            key_padding_mask: (b m). Where query is key, padding takes no part as queries either: its rows are
+                out_proj's answer to 0
+            need_weights: also return the dense weights that the method really applied: (b n m), or (b heads n m) with
+                average_attn_weights=False. Not by default: never making them is the point
+            attn_mask: the causal mask, together with is_causal=True; any other with Exact alone
+            average_attn_weights: weights averaged over heads, as torch has it
+            is_causal: attend causally in this call
+            query_padding_mask: (b n): the same for cross-attention
         """
         if query.is_nested:
             raise bad_value("padded tensors and masks", "a nested tensor", "query.to_padded_tensor(0.0)")
@@ -248,7 +268,16 @@ class MultiheadAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, *, method: Method | None = None, need_weights: bool = False,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
-        """Batch first, with the options of ``ca.attention`` (masks: True = kept): answer, weights, state."""
+        """Batch first, with the options of ``ca.attention`` (masks: True = kept): answer, weights, state.
+
+        Args:
+            query: (b n embed_dim)
+            key: (b m kdim)
+            value: (b m vdim)
+            method: another one than the module's, for this call
+            need_weights: also the dense weights (b heads n m)
+            **options: of ``ca.attention``
+        """
         method = self.method if method is None else method
         q, v = self._split(self.q_proj(query)), self._split(self.v_proj(value))
         if self.k_proj is not None:

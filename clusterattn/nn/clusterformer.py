@@ -15,15 +15,27 @@ from .encoder import Frame, last_norm
 
 
 class ClusterFormerLosses(NamedTuple):
-    """Means over layers. 0 where not computed: with weight 0, and where no gradients are recorded (evaluation)."""
+    """Means over layers. 0 where not computed: with weight 0, and where no gradients are recorded (evaluation).
 
-    clustering: Tensor  # L1: tokens should lie near their centroid
-    sorting: Tensor  # L2: neighbouring centroids should lie near each other
-    balance: Tensor  # how uneven the clusters are
+    Attributes:
+        clustering: L1: tokens should lie near their centroid
+        sorting: L2: neighbouring centroids should lie near each other
+        balance: how uneven the clusters are
+    """
+
+    clustering: Tensor
+    sorting: Tensor
+    balance: Tensor
 
 
 class ClusterMap(nn.Linear):
-    """W^C: hidden states (b n embed_dim) as they are grouped. With ``trains="map"`` no gradient leaves it."""
+    """W^C: hidden states (b n embed_dim) as they are grouped. With ``trains="map"`` no gradient leaves it.
+
+    Args:
+        embed_dim: width of the hidden states
+        method: ClusterFormer's settings: its ``trains`` decides where gradients go
+        **here: device and dtype of the weight
+    """
 
     def __init__(self, embed_dim: int, method: ClusterFormer, **here: Any) -> None:
         super().__init__(embed_dim, embed_dim, bias=False, **here)
@@ -31,6 +43,11 @@ class ClusterMap(nn.Linear):
         nn.init.xavier_uniform_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The hidden states as they are grouped, (b n embed_dim).
+
+        Args:
+            x: hidden states (b n embed_dim)
+        """
         return super().forward(x if self.through else x.detach())
 
 
@@ -45,7 +62,14 @@ class NeuralClusters:
     updates: Tensor
 
     def own_centroids(self, method: ClusterFormer, embed_dim: int, layers: int, options: dict[str, Any]) -> None:
-        """Make them, where the layers are made. As many as the method has clusters, which is known by now."""
+        """Make them, where the layers are made. As many as the method has clusters, which is known by now.
+
+        Args:
+            method: with its number of clusters
+            embed_dim: width of the hidden states
+            layers: how many there are
+            options: device and dtype among them
+        """
         assert isinstance(self, nn.Module)
         assert method.clusters is not None
         here = {name: options.get(name) for name in ("device", "dtype")}
@@ -57,13 +81,23 @@ class NeuralClusters:
         self.register_buffer("updates", torch.zeros((), device=here["device"]), persistent=method.fade > 0)
 
     def state_for(self, layer: int, before: ClusterFormerState | None) -> ClusterFormerState:
+        """What a layer starts from.
+
+        Args:
+            layer: its number
+            before: what the layer before it returned
+        """
         assert self.centroids is not None
         if self.clustering.pass_on:
             return before or ClusterFormerState(self.centroids)
         return ClusterFormerState(self.centroids[layer])
 
     def mean_losses(self, states: Sequence[ClusterFormerState]) -> ClusterFormerLosses:
-        """Over layers; in training with fading weights, one more update is counted."""
+        """Over layers; in training with fading weights, one more update is counted.
+
+        Args:
+            states: one for each layer
+        """
         if self.clustering.fade and self.training:  # type: ignore[attr-defined]
             self.updates += 1
         names = ("clustering_loss", "sorting_loss", "balance_loss")
@@ -71,7 +105,12 @@ class NeuralClusters:
         return ClusterFormerLosses(*(_mean([getattr(state, name) for state in states], like) for name in names))
 
     def joint_loss(self, task_loss: Tensor, losses: ClusterFormerLosses) -> Tensor:
-        """task + mu · clustering + nu · sorting + balance · balance; a weight of 0 leaves its loss out of the graph."""
+        """task + mu · clustering + nu · sorting + balance · balance; a weight of 0 leaves its loss out of the graph.
+
+        Args:
+            task_loss: what the task asks to be small
+            losses: of the last forward
+        """
         method = self.clustering
         for weight, loss in zip((method.mu, method.nu, method.balance), losses, strict=True):
             if weight:
@@ -86,7 +125,14 @@ def _mean(losses: Sequence[Tensor | None], like: Tensor) -> Tensor:
 
 
 class ClusterFormerLayer(Frame):
-    """A layer that groups its tokens by X W^C. Options as for ``EncoderLayer``."""
+    """A layer that groups its tokens by X W^C. Options as for ``EncoderLayer``.
+
+    Args:
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        method: with its number of clusters
+        **options: of ``EncoderLayer``
+    """
 
     def __init__(self, embed_dim: int, heads: int, method: ClusterFormer, **options: Any) -> None:
         super().__init__(embed_dim, heads, method, **options)
@@ -96,6 +142,13 @@ class ClusterFormerLayer(Frame):
     def forward(
         self, x: Tensor, key_mask: Tensor | None, state: ClusterFormerState
     ) -> tuple[Tensor, ClusterFormerState]:
+        """The layer's output, and the state for the next one.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            key_mask: bool (b n), True = a real token, as in ``ca.attention``
+            state: the centroids, from the layer before
+        """
         y = self.enter(x)
         answer, state = self.attend(y, key_mask, points=self.cluster_proj(y), state=state, return_state=True)
         return self.leave(x, answer), state
@@ -104,7 +157,15 @@ class ClusterFormerLayer(Frame):
 class ClusterFormerEncoder(NeuralClusters, nn.Module):
     """Layers of neural clustering attention with their joint loss: task + mu · L1 + nu · L2 (eq. 17).
 
-    clusters   how many centroids: near the root of the length (the paper takes 3 for short sentences)
+    Args:
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        layers: how many
+        clusters: how many centroids: near the root of the length (the paper takes 3 for short sentences)
+        norm_first: norms before each part (the default), or after it
+        final_norm: a LayerNorm after the last layer; by default where layers put their norms first
+        **options: settings of ``ClusterFormer``, and options of ``EncoderLayer``
+
     and any other setting of the method ``ClusterFormer``: scope, similarity, mu, nu, ...; and the options of
     ``EncoderLayer``.
 
@@ -129,7 +190,12 @@ class ClusterFormerEncoder(NeuralClusters, nn.Module):
         self.own_centroids(method, embed_dim, layers, options)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, ClusterFormerLosses]:
-        """x (b n embed_dim), key_mask (b n) True = a real token: the output, and the losses."""
+        """x (b n embed_dim), key_mask (b n) True = a real token: the output, and the losses.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            key_mask: bool (b n), True = a real token, as in ``ca.attention``
+        """
         states: list[ClusterFormerState] = []
         for at, layer in enumerate(self.layers):
             x, state = layer(x, key_mask, self.state_for(at, states[-1] if states else None))

@@ -16,13 +16,20 @@ from .attention import MultiheadAttention
 from .clusterformer import ClusterMap, NeuralClusters
 from .encoder import Frame, last_norm
 
-COMMITMENT = 1e-4  # the published weight of Routing's commitment loss
+COMMITMENT = 1e-4
+"""The published weight of Routing's commitment loss."""
 
 
 class DecoderLayer(Frame):
     """Causal self-attention, cross-attention, feed-forward, each with dropout and a residual.
 
     Cross-attention is exact for every method: no paper clusters it. Options as for ``EncoderLayer``.
+
+    Args:
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        method: of causal self-attention
+        **options: of ``EncoderLayer``
     """
 
     def __init__(self, embed_dim: int, heads: int, method: MethodSpec, **options: Any) -> None:
@@ -41,7 +48,15 @@ class DecoderLayer(Frame):
         memory_mask: Tensor | None,
         state: ClusterFormerState | None = None,
     ) -> tuple[Tensor, ClusterFormerState | None]:
-        """x (b n embed_dim), memory (b m embed_dim), masks (b n) and (b m); with ClusterFormer its state."""
+        """x (b n embed_dim), memory (b m embed_dim), masks (b n) and (b m); with ClusterFormer its state.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            memory: what the encoder said (b m embed_dim)
+            key_mask: bool (b n), True = a real token
+            memory_mask: bool (b m), True = a real token of the memory
+            state: ClusterFormer's, from the layer before
+        """
         y, more = self.enter(x), dict[str, Any]()
         if self.cluster_proj is not None:
             more = {"points": self.cluster_proj(y), "state": state, "return_state": True}
@@ -57,7 +72,16 @@ class DecoderLayer(Frame):
 class Decoder(NeuralClusters, nn.Module):
     """A stack of ``DecoderLayer``.
 
-    length   ClusterFormer has near the root of it clusters, where the method leaves their number open
+    Args:
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        layers: how many
+        method: of causal self-attention, one for all layers
+        length: ClusterFormer has near the root of it clusters, where the method leaves their number open
+        norm_first: norms before each part (the default), or after it
+        final_norm: a LayerNorm after the last layer; by default where layers put their norms first
+        seed: of the first layer's draws; each layer has its own
+        **options: of ``DecoderLayer``
 
     ClusterFormer's trained centroids and its losses are those of ``ClusterFormerEncoder``, in the paper's masked
     variant (appendix B, its mask corrected).
@@ -97,7 +121,14 @@ class Decoder(NeuralClusters, nn.Module):
     def forward(
         self, y: Tensor, memory: Tensor, key_mask: Tensor | None = None, memory_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y (b n dim), memory (b m dim), masks True = a real token: (b n dim), and the method's own loss, weighted."""
+        """y (b n dim), memory (b m dim), masks True = a real token: (b n dim), and the method's own loss, weighted.
+
+        Args:
+            y: hidden states (b n embed_dim)
+            memory: what the encoder said (b m embed_dim)
+            key_mask: bool (b n), True = a real token
+            memory_mask: bool (b m), True = a real token of the memory
+        """
         auxiliary = y.new_zeros((), dtype=torch.float32)
         states: list[ClusterFormerState] = []
         for at, layer in enumerate(self.layers):

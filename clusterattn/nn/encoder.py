@@ -46,17 +46,32 @@ class Frame(nn.Module):
         self.dropout, self.activation, self.norm_first = nn.Dropout(dropout), activation, norm_first
 
     def enter(self, x: Tensor) -> Tensor:
-        """What attention sees of x."""
+        """What attention sees of x.
+
+        Args:
+            x: hidden states (b n embed_dim)
+        """
         return self.norm1(x) if self.norm_first else x
 
     def attend(self, x: Tensor, key_mask: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
-        """Self-attention in which padding is neither asked nor heard: the answer and the new state."""
+        """Self-attention in which padding is neither asked nor heard: the answer and the new state.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            key_mask: bool (b n), True = a real token
+            **options: of ``MultiheadAttention.attend``
+        """
         causal = self.attention.causal
         out, _, state = self.attention.attend(x, x, x, key_mask=key_mask, query_mask=key_mask, causal=causal, **options)
         return out, state
 
     def leave(self, x: Tensor, answer: Tensor) -> Tensor:
-        """From x and the answer of attention to the layer's output."""
+        """From x and the answer of attention to the layer's output.
+
+        Args:
+            x: what came into the layer
+            answer: of attention
+        """
         x = x + answer
         if self.norm_first:
             return x + self.feed(self.norm2(x))
@@ -65,6 +80,11 @@ class Frame(nn.Module):
         return y
 
     def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward part.
+
+        Args:
+            x: hidden states (b n embed_dim)
+        """
         y: Tensor = self.dropout(self.linear2(self.dropout(self.activation(self.linear1(x)))))
         return y
 
@@ -72,14 +92,28 @@ class Frame(nn.Module):
 class EncoderLayer(Frame):
     """Attention and feed-forward, each with dropout and a residual.
 
-    feedforward   width of the feed-forward part, 4 · embed_dim by default
-    norm_first    norms before each part (the default), or after it as in the first transformer
-    activation    "gelu", "relu" or a function
+    Args:
+        feedforward: width of the feed-forward part, 4 · embed_dim by default
+        norm_first: norms before each part (the default), or after it as in the first transformer
+        activation: "gelu", "relu" or a function
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        method: a method, its name, or "name:key=value,..."
+        dropout: on the answer of attention and in the feed-forward part
+        device: where the weights are made
+        dtype: of the weights
+        options: of ``MultiheadAttention``: kv_heads, shared_qk, causal, bias, seed
+
     and the options of MultiheadAttention: kv_heads, shared_qk, causal, bias, seed.
     """
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x (b n embed_dim); key_mask (b n) bool, True = a real token, as in ``ca.attention``."""
+        """x (b n embed_dim); key_mask (b n) bool, True = a real token, as in ``ca.attention``.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            key_mask: bool (b n), True = a real token, as in ``ca.attention``
+        """
         answer, _ = self.attend(self.enter(x), key_mask)
         return self.leave(x, answer)
 
@@ -87,8 +121,15 @@ class EncoderLayer(Frame):
 class Encoder(nn.Module):
     """A stack of ``EncoderLayer``; takes their options.
 
-    method       one for all layers, or a list with one for each
-    final_norm   a LayerNorm after the last layer; by default where layers put their norms first
+    Args:
+        embed_dim: width of the hidden states
+        heads: query heads; they divide embed_dim
+        layers: how many
+        method: one for all layers, or a list with one for each
+        norm_first: norms before each part (the default), or after it
+        final_norm: a LayerNorm after the last layer; by default where layers put their norms first
+        seed: of the first layer's draws; each layer has its own
+        **options: of ``EncoderLayer``
     """
 
     def __init__(
@@ -116,7 +157,12 @@ class Encoder(nn.Module):
         self.norm = last_norm(embed_dim, norm_first if final_norm is None else final_norm, options)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x (b n embed_dim); key_mask (b n) bool, True = a real token, as in ``ca.attention``."""
+        """x (b n embed_dim); key_mask (b n) bool, True = a real token, as in ``ca.attention``.
+
+        Args:
+            x: hidden states (b n embed_dim)
+            key_mask: bool (b n), True = a real token, as in ``ca.attention``
+        """
         for layer in self.layers:
             x = layer(x, key_mask)
         y: Tensor = self.norm(x)

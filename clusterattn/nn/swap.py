@@ -28,10 +28,12 @@ def swap(
 ) -> Report:
     """Put ``ca.nn.MultiheadAttention`` with the same weights wherever ``nn.MultiheadAttention`` stands in a module.
 
-    method       one for all, or a plan that names layers as ``module.named_modules()`` does; others stay torch's
-    exact_below  shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
-    parallel     a process group or a DeviceMesh of one dimension whose ranks each hold a share of the sequence:
-                 attention goes over all of it (``ca.parallel``), and a layer that cannot is refused
+    Args:
+        module: anything with ``nn.MultiheadAttention`` inside
+        method: one for all, or a plan that names layers as ``module.named_modules()`` does; others stay torch's
+        exact_below: shorter sequences (of queries or of keys) stay exact; None: as the plan says, or 0
+        parallel: a process group or a DeviceMesh of one dimension whose ranks each hold a share of the sequence:
+            attention goes over all of it (``ca.parallel``), and a layer that cannot is refused
 
     The weights are copied: swap before an optimizer takes hold of them. Checkpoints of the unswapped module still load.
     Calls that a method cannot honour (other masks than causal and padding ones) are answered exactly, and said once in
@@ -65,7 +67,11 @@ def swap(
 
 
 def restore(module: nn.Module) -> None:
-    """Undo ``swap``: torch's modules again, with the weights of now. Does nothing to a module that was not swapped."""
+    """Undo ``swap``: torch's modules again, with the weights of now. Does nothing to a module that was not swapped.
+
+    Args:
+        module: what was swapped
+    """
     made = {id(each): _plain(each) for each in _places(module).values() if _ours(each)}
     for name, old in _places(module).items():
         if id(old) in made:

@@ -23,10 +23,13 @@ COLLAPSED = 0.95  # a mean cosine between points above this: the argmax sorts wh
 class Grouping:
     """How one layer told tokens apart in one forward; means over sequences and groupings.
 
-    points      mean cosine between the points of two tokens: near 1 they have become one vector
-    centroids   mean cosine between two updated centroids
-    used        clusters in use: the exponential of the entropy of their sizes, out of ``clusters``
-    largest     share of the tokens in the largest cluster
+    Attributes:
+        layer: its name
+        clusters: how many there are
+        points: mean cosine between the points of two tokens: near 1 they have become one vector
+        centroids: mean cosine between two updated centroids
+        used: clusters in use: the exponential of the entropy of their sizes, out of ``clusters``
+        largest: share of the tokens in the largest cluster
     """
 
     layer: str
@@ -38,6 +41,7 @@ class Grouping:
 
     @property
     def collapsed(self) -> bool:
+        """Whether the points of all tokens have become nearly one vector."""
         return self.points > COLLAPSED
 
     def __str__(self) -> str:
@@ -54,6 +58,9 @@ def watched(model: nn.Module) -> Iterator[list[Grouping]]:
     with torch.no_grad(), ca.nn.watched(model) as seen:
         model(batch)
     print(*seen, sep="\\n")
+
+    Args:
+        model: any module with ClusterFormer layers in it
     """
     seen: list[Grouping] = []
     hooks = []
@@ -105,7 +112,11 @@ def _cosine(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def warn_if_collapsed(seen: Sequence[Grouping]) -> bool:
-    """One warning that names the layers whose points have become one vector; whether there are any."""
+    """One warning that names the layers whose points have become one vector; whether there are any.
+
+    Args:
+        seen: what ``watched`` listed
+    """
     gone = [each for each in seen if each.collapsed]
     if gone:
         warnings.warn(

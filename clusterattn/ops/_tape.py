@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
     """Within this context the calls of one thread are written down."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.slots: list[Slot] = []
         self.steps: list[Launch | Operator] = []
         self.inputs: list[Tensor] = []
@@ -106,12 +106,12 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         recording.tape = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         recording.tape = None
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _add(self, slot: Slot) -> int:
         self.slots.append(slot)
@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
         """``run`` launches it in the ordinary way."""
         places = [self.where(x) for x in tensors]
         with _disable_current_modes():
-            recording.tape = None  # type: ignore[assignment]
+            recording.tape = None
             try:
                 run()
             finally:
@@ -238,7 +238,11 @@ class Half:
             if slot.kind == MEMORY and begin <= slot.first < end and i not in kept and i not in own
         ]  # fmt: skip
         self.offsets, self.scratch = _laid_out(mine)
-        self.results = [where for where in outputs if where.slot is not None and self.slots[where.slot].kind == MEMORY]
+        self.results = [
+            (where.slot, where)
+            for where in outputs
+            if where.slot is not None and self.slots[where.slot].kind == MEMORY
+        ]
         # Addresses: an input's, or an offset in scratch or kept memory, or a tensor's. The table of a play is made of
         # (which of these bases, offset).
         self.inputs = len(recorder.inputs)
@@ -252,9 +256,9 @@ class Half:
             if self.slots[slot].kind == MADE and self.slots[slot].first >= begin:
                 self.moving.setdefault(slot, []).append((place, offset))
         self.frees: dict[int, list[int]] = {}  # step -> what operators made that nobody asks for afterwards
-        for i, slot in enumerate(self.slots):
-            if slot.kind == MADE and begin <= slot.first and slot.last < end and i not in own:
-                self.frees.setdefault(slot.last - begin, []).append(i)
+        for i, one in enumerate(self.slots):
+            if one.kind == MADE and begin <= one.first and one.last < end and i not in own:
+                self.frees.setdefault(one.last - begin, []).append(i)
 
     def _place(self, where: Where) -> int:
         """Of an address in the table, whose last is that of empty tensors."""
@@ -317,8 +321,8 @@ class Half:
         memory, made = (None, {}) if kept is None else (kept.memory, dict(kept.made))
         if kept is None and self.keeps:
             memory = torch.empty(self.keeps, dtype=torch.uint8, device=device)
-        for where in self.results:
-            made[where.slot] = torch.empty_strided(where.shape, _strides(where), dtype=where.dtype, device=device)
+        for slot, where in self.results:
+            made[slot] = torch.empty_strided(where.shape, _strides(where), dtype=where.dtype, device=device)
         for slot, draw in self.draws:
             made[slot] = draw(seed)
         bases = [0 if x is None else x.data_ptr() for x in inputs]
@@ -343,7 +347,8 @@ class Half:
             else:
                 run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
         found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
-        return found, Kept(memory, {i: made[i] for i in self.hands_on})
+        # An output that backward reads is kept as another tensor: the output itself will hold the graph that holds this.
+        return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 
     def _do(
         self, step: list[Any], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
@@ -388,7 +393,7 @@ def _tensor(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -
     if x.source == INPUT:
         base = inputs[x.slot]
         assert base is not None
-        offset += base.storage_offset()
+        offset += int(base.storage_offset())
     else:
         base = made[x.slot]
     if base.dtype != x.dtype:

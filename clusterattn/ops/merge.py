@@ -10,7 +10,12 @@ NEVER = float("-inf")
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """One answer over the union of two disjoint sets of keys."""
+    """One answer over the union of two disjoint sets of keys.
+
+    Args:
+        a: an answer over some keys
+        b: an answer over other keys
+    """
     highest = torch.maximum(a.lse, b.lse).detach()
     shift = torch.where(highest == NEVER, 0.0, highest)
     weight_a, weight_b = torch.exp(a.lse - shift), torch.exp(b.lse - shift)

@@ -56,17 +56,28 @@ def attention(
     side by side in the order of the ranks, the answers (and gradients) are those of one device that holds everything,
     but for the order of summation. Shares may be of any length, none included.
 
-    method       Clustered, Improved or Refined: the methods whose traffic does not grow with the length. "auto" is
-                 Refined here
-    group        a process group, or a DeviceMesh of one dimension; all ranks when left out
-    key_mask     bool (b m), query_mask bool (b n), of this rank's share: True = a real token
-    causal       is refused: blocks of a causal call follow one another through the ranks, which is not done yet
-    query_streams, key_streams   lengths of the streams that this share is made of, where the whole sequence is the
-                 first stream of every rank, then the second of every rank, ... (text and image of a joint model).
-                 None: one stream, shares follow one another
-    scale, seed, backend, return_lse   as in ``ca.attention``, the same on every rank; seed a whole number
-    check        compare method, shapes and dtype over the ranks first: one more message of a few numbers
-    traffic      a ``Traffic`` that counts what this rank sends, forward and backward
+    Args:
+        q: this rank's queries (b h n d)
+        k: this rank's keys (b hk m d)
+        v: this rank's values (b hk m e)
+        method: Clustered, Improved or Refined: the methods whose traffic does not grow with the length. "auto" is
+            Refined here
+        group: a process group, or a DeviceMesh of one dimension; all ranks when left out
+        key_mask: bool (b m), query_mask bool (b n), of this rank's share: True = a real token
+        query_mask: bool (b n) of this rank's share, True = a real query
+        causal: is refused: blocks of a causal call follow one another through the ranks, which is not done yet
+        scale: as in ``ca.attention``, the same on every rank; seed a whole number
+        seed: as in ``ca.attention``, the same on every rank; seed a whole number
+        backend: as in ``ca.attention``, the same on every rank; seed a whole number
+        return_lse: as in ``ca.attention``, the same on every rank; seed a whole number
+        query_streams: lengths of the streams that this share is made of, where the whole sequence is the first stream
+            of every rank, then the second of every rank, ... (text and image of a joint model). None: one stream,
+            shares follow one another
+        key_streams: lengths of the streams that this share is made of, where the whole sequence is the first stream of
+            every rank, then the second of every rank, ... (text and image of a joint model). None: one stream, shares
+            follow one another
+        check: compare method, shapes and dtype over the ranks first: one more message of a few numbers
+        traffic: a ``Traffic`` that counts what this rank sends, forward and backward
 
     Every rank of the group has to make the call, and to run backward if any does; when one dies, the others get the
     group's error after its timeout.

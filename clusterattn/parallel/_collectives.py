@@ -16,13 +16,24 @@ class Traffic:
 
     Counted as the ring algorithms send it: a sum over R ranks sends every number 2 (R - 1) / R times, a gather R - 1
     times. Backward adds to it when it runs.
+
+    Attributes:
+        sent: bytes
+        calls: collectives
+        by_what: bytes of each kind of message
     """
 
-    sent: int = 0  # bytes
-    calls: int = 0  # collectives
-    by_what: dict[str, int] = field(default_factory=dict)  # bytes of each kind of message
+    sent: int = 0
+    calls: int = 0
+    by_what: dict[str, int] = field(default_factory=dict)
 
     def add(self, what: str, amount: int) -> None:
+        """Count one collective.
+
+        Args:
+            what: the kind of message
+            amount: bytes
+        """
         self.sent += amount
         self.calls += 1
         self.by_what[what] = self.by_what.get(what, 0) + amount

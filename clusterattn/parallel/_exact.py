@@ -26,7 +26,17 @@ def few_exactly(
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries (b h n d), a few, over the keys of all ranks: out (b h n e) and its
     log-weight (b h n), with gradient. What travels grows with the queries: every rank answers those of all over its own
-    keys, and the answers are merged. Every rank of the group has to call it; n may differ, and be 0."""
+    keys, and the answers are merged. Every rank of the group has to call it; n may differ, and be 0.
+
+    Args:
+        q: this rank's few queries (b h n d)
+        k: this rank's keys (b hk m d)
+        v: this rank's values (b hk m e)
+        group: the ranks that share the sequence; None: all
+        key_mask: bool (b m) of this rank's share, True = a real key
+        scale: of the logits, 1/sqrt(d) by default
+        traffic: counts what is sent
+    """
     ranks = Ranks(group, traffic)
     lengths = ranks.gather(torch.tensor(q.shape[2], device=q.device), "exact rows, lengths").tolist()
     before, mine = sum(lengths[: ranks.mine]), q.shape[2]

@@ -52,22 +52,35 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """What ``ca.advise`` found. Its text is the answer in a few lines; ``plan`` is what to do."""
+    """What ``ca.advise`` found. Its text is the answer in a few lines; ``plan`` is what to do.
 
-    about: str  # the shape or the model
-    length: int  # that was asked about, in tokens
-    worth: bool  # is it? If not: use exact attention
-    answer: str  # in a sentence
-    crossing: int | None  # the length from which it pays; None: none was found
-    plan: Plan  # empty where exact attention is the answer
+    Attributes:
+        about: the shape or the model
+        length: that was asked about, in tokens
+        worth: is it? If not: use exact attention
+        answer: in a sentence
+        crossing: the length from which it pays; None: none was found
+        plan: empty where exact attention is the answer
+        tolerance: that was asked for
+        error: with the plan's methods; of the closest where none is inside the tolerance
+        rows: exact attention ("sdpa") and ours at growing lengths: seconds, memory, measured or predicted
+        candidates: what was tried, with its error and its cost
+        notes: what else there is to say, a sentence each
+        crossings_file: where this machine's crossings lie now, by which method="auto" goes
+    """
+
+    about: str
+    length: int
+    worth: bool
+    answer: str
+    crossing: int | None
+    plan: Plan
     tolerance: float
-    error: float | None  # with the plan's methods; of the closest where none is inside the tolerance
-    rows: tuple[
-        Row, ...
-    ]  # exact attention ("sdpa") and ours at growing lengths: seconds, memory, measured or predicted
+    error: float | None
+    rows: tuple[Row, ...]
     candidates: tuple[Candidate, ...] = ()
     notes: tuple[str, ...] = ()
-    crossings_file: Path | None = None  # where this machine's crossings lie now, by which method="auto" goes
+    crossings_file: Path | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -120,24 +133,32 @@ def advise(
 
     Of attention itself: ``ca.advise(heads=16, dim=64, length=30_000)``
 
-    batch, causal, backward, device, dtype   of the calls; backward: training. dtype None: fp32, on CUDA bf16
-    data       q, k, v to measure errors on, a ``ca.measure.Sample``; None: the long sample inside the package, 8 192
-               rows of a table that a pretrained model reads
-    tolerance  the largest ‖out − exact‖ / ‖exact‖, over all heads; None: 0.05
-
     Of a model: ``ca.advise(model, batches)``, with ``ca.tune`` behind it
 
-    batches    as for ``ca.tune``: a few that are like what the model will see, at the length it will see
-    tolerance  of its last hidden states; None: 0.02
-    state, name   as for ``ca.tune``
+    Args:
+        model: a transformers model; heads, dim and length are its own then
+        batches: as for ``ca.tune``: a few that are like what the model will see, at the length it will see
+        heads: query heads of a call
+        dim: of a head
+        length: queries and keys of a call
+        batch: sequences in a call
+        causal: whether calls are causal
+        backward: time training steps: forward and backward
+        device: where calls run; a model's own
+        dtype: of the calls; None: fp32, on CUDA bf16
+        tolerance: the largest ‖out − exact‖ / ‖exact‖, over all heads (None: 0.05), or of a model's last hidden states
+            (None: 0.02)
+        data: q, k, v to measure errors on; None: the long sample inside the package, 8 192 rows of a table that a
+            pretrained model reads
+        store: keep this machine's crossings for ``method="auto"`` (as ``clusterattn calibrate`` does, about a minute)
+        seconds: for timing at growing lengths, about; what is longer is predicted
+        repetitions: turns that both take at each length; the fastest counts
+        state: as for ``ca.tune``
+        name: as for ``ca.tune``
+        tick: called with a word and a count as work goes on
 
-    Of both
-
-    store        keep this machine's crossings for ``method="auto"`` (as ``clusterattn calibrate`` does, about a minute)
-    seconds      for timing at growing lengths, about; what is longer is predicted
-    repetitions  turns that both take at each length; the fastest counts
-
-    An ``Advice``: print it, save its ``plan``. On a machine that has nothing else to do, please.
+    Returns:
+        an ``Advice``: print it, save its ``plan``. On a machine that has nothing else to do, please
     """
     if (model is None) == (heads is None and dim is None and length is None):
         got = "neither" if model is None else "both"

@@ -68,17 +68,22 @@ def tune(
 ) -> Plan:
     """The plan with the least cost whose output on these batches stays within ``tolerance`` of exact attention's.
 
-    model      a transformers model; it comes back with exact attention
-    batches    keyword arguments of the model: a few that are like what it will see, at the lengths it will see
-    tolerance  largest ‖output − exact output‖ / ‖exact output‖ with the whole plan in place, over all real positions
-    methods    candidates, with sizes that they leave open chosen for the layer's longest call; default: Refined from
-               few to many clusters, keys and parts, and Local, as the lengths suggest
-    cost       "time": measured on this device, one method for each layer; or "multiply-adds" (grouping included)
-    heads      let the heads of a layer have different methods where that saves enough
-    strict     causal layers get strictly causal methods alone; False: value-causal ones too, for prefill (docs/laws.md)
-    only       a regular expression: layers whose name it does not find stay exact
-    output     what is compared, (rows x): ``output(model, batch)``; default: the last hidden states, else the logits
-    state      a file to keep measurements in: a run that was interrupted goes on from there
+    Args:
+        model: a transformers model; it comes back with exact attention
+        batches: keyword arguments of the model: a few that are like what it will see, at the lengths it will see
+        tolerance: largest ‖output − exact output‖ / ‖exact output‖ with the whole plan in place, over all real
+            positions
+        methods: candidates, with sizes that they leave open chosen for the layer's longest call; default: Refined from
+            few to many clusters, keys and parts, and Local, as the lengths suggest
+        cost: "time": measured on this device, one method for each layer; or "multiply-adds" (grouping included)
+        heads: let the heads of a layer have different methods where that saves enough
+        strict: causal layers get strictly causal methods alone; False: value-causal ones too, for prefill
+            (docs/laws.md)
+        only: a regular expression: layers whose name it does not find stay exact
+        output: what is compared, (rows x): ``output(model, batch)``; default: the last hidden states, else the logits
+        state: a file to keep measurements in: a run that was interrupted goes on from there
+        name: of the model, for the note in the plan
+        tick: called with a word and a count as work goes on
 
     Layers that no candidate serves inside the tolerance stay exact and are not named in the plan; self- and
     cross-attention are layers of their own. ``plan.note`` holds the measured error, the share of the cost, a row for
@@ -161,11 +166,14 @@ class Search:
         self.bench, self.tolerance, self.given, self.by_head, self.strict = bench, tolerance, given, by_head, strict
         self.tick = tick
         self.layers: dict[str, Layer] = {}
+        self.kinds: dict[str, str] = {}
         self.steps = 0
 
     def run(self) -> tuple[dict[str, LayerPlan], float]:
         self._tell("exact attention")
-        self.layers = {name: layer for name, layer in self.bench.shapes().items() if self._prepare(layer)}
+        met = self.bench.shapes()
+        self.kinds = {name: layer.kind for name, layer in met.items()}
+        self.layers = {name: layer for name, layer in met.items() if self._prepare(layer)}
         if not self.layers:
             return {}, 0.0
         near = min(len(self.bench.batches), NEAR_BATCHES)
@@ -311,7 +319,7 @@ class Search:
             given = choice.get(layer_name, Exact())
             share = self._layer_cost(layer, given) / layer.exact_cost if layer else 1.0
             own = math.sqrt(self._missed(layer, given) / max(sum(layer.size), 1e-300)) if layer else 0.0
-            kind = layer.kind if layer else ""
+            kind = self.kinds.get(layer_name, "")
             rows.append({"layer": layer_name, "kind": kind, "method": text(given), "cost_share": share, "error": own})
         whole = sum(layer.exact_cost for layer in self.layers.values())
         note = {

@@ -12,7 +12,8 @@ LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
 
 
-def drawn_lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None:
+def drawn_lines(panels: Sequence[tuple[str, Curves]]) -> bytes | None:
+    """On logarithmic axes: attention that is written out would flatten the others."""
     if not any(drawn for _, drawn in panels):
         return None
     with plots.rules():
@@ -25,12 +26,11 @@ def drawn_lines(panels: Sequence[tuple[str, Curves]], log: bool) -> bytes | None
                 dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
                 lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
             axis.set(title=title, xlabel="length N (tokens)")
-            if log:
-                axis.set(xscale="log", yscale="log")
-                lengths = sorted({n for each, _ in drawn.values() for n in each})
-                axis.set_xticks(lengths, legible(lengths), rotation=45 if len(lengths) > 7 else 0)
-                axis.minorticks_off()
-                plots.plain_log_ticks(axis.yaxis)
+            axis.set(xscale="log", yscale="log")
+            lengths = sorted({n for each, _ in drawn.values() for n in each})
+            axis.set_xticks(lengths, legible(lengths), rotation=45 if len(lengths) > 7 else 0)
+            axis.minorticks_off()
+            plots.plain_log_ticks(axis.yaxis)
             axis.grid(True)
         figure.legend(handles=list(lines.values()), labels=list(map(plots.short, lines)), loc="outside right center")
         return plots.as_png(figure)

@@ -184,7 +184,7 @@ class ClusterFormerTable3(TextExperiment):
         return [line for line in lines if line]
 
 
-LINES = dict(zip(NEW, ("--", ":", "-."), strict=True))
+LINES: dict[str, Any] = dict(zip(NEW, ("--", ":", (0, (4, 1, 1, 1, 1, 1)), "-."), strict=True))
 
 
 class ClusterFormerFig5(ClusterFormerTable3):

@@ -208,8 +208,7 @@ class ClusteredFigure4(Timing):
             [
                 ("time per element (µs)", drawn("seconds", 1e6)),
                 ("memory per element (KiB)", drawn("memory_bytes", 1 / 1024)),
-            ],
-            log=True,
+            ]
         )
 
     def differences(self, config: TimingsConfig) -> list[str]:
@@ -369,7 +368,7 @@ class Figure3(ModelTiming):
             (f"{which}: {self.words}", _curves(rows, config, which, lambda row: row[self.key] * self.unit, self.key))
             for which in self.passes
         ]
-        return drawn_lines(panels, log=False)
+        return drawn_lines(panels)
 
     def differences(self, config: TimingsConfig) -> list[str]:
         return self._shared_differences(config)
@@ -444,8 +443,7 @@ class Table7(ModelTiming):
             [
                 ("memory (MiB)", drawn("memory_bytes", 2**-20)),
                 (f"training, s for {STEPS} steps", drawn("seconds", STEPS)),
-            ],
-            log=True,
+            ]
         )
 
     def differences(self, config: TimingsConfig) -> list[str]:

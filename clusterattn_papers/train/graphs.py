@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 SIGHTINGS = 2  # a shape that comes more often is worth a graph; the first sightings also compile what needs compiling
 
 
-class Replayed:
+class RecordedUpdate:
     """An update that is recorded once for every shape of batch and replayed from then on.
 
     ``update`` takes a batch and returns the loss: forward, backward, clipping, the optimizer's step, gradients set to

@@ -22,7 +22,7 @@ from clusterattn.nn import ClusterMap, warn_if_collapsed, watched
 from ..models import attentions
 from ..tasks import Batch, Figures, Task, batches, order
 from . import checkpoint
-from .graphs import Replayed
+from .graphs import RecordedUpdate
 from .radam import RAdam
 from .settings import Settings
 
@@ -108,7 +108,7 @@ class _Training:
             self._warm_up()
         alone_on_cuda = self.accelerator.device.type == "cuda" and self.processes == 1
         graphs = settings.graphs and alone_on_cuda and settings.precision != "fp16"  # fp16's scaler looks at gradients
-        self.replayed = Replayed(self._descend) if graphs else None
+        self.replayed = RecordedUpdate(self._descend) if graphs else None
         rate = torch.tensor(settings.lr, device=self.accelerator.device) if graphs else settings.lr
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer: torch.optim.Optimizer

@@ -47,7 +47,7 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "scale without end": ("inf", lambda: attend(scale=float("-inf"))),
     "tensors without numbers": ("meta", lambda: ca.attention(*(t.to("meta") for t in (Q, K, V)))),
     "nested tensors": ("to_padded_tensor", lambda: ca.attention(nested(), K, V)),
-    "jagged tensors": ("to_padded_tensor", lambda: ca.attention(nested(torch.jagged), K, V)),
+    "jagged tensors": ("varlen_attention", lambda: ca.attention(nested(torch.jagged), K, V)),
     "sparse tensors": ("to_dense", lambda: ca.attention(Q, K.to_sparse(), V)),
     "mask and lengths": (
         "key_lengths",

@@ -150,6 +150,26 @@ def test_kernels_serve_packed_documents(name: str) -> None:
     close(got, loop(x, starts(lengths), method=method, backend="reference"))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's kernel for packed documents is one for GPUs")
+@pytest.mark.parametrize("hk", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["exact", "refined", "smyrf"])
+def test_on_a_gpu(name: str, causal: bool, hk: int) -> None:
+    """Exact documents go to torch's own kernel; cu_seqlens on the device is read once."""
+    method, lengths = laws.BY_NAME[name].method, [5, 200, 1, 0, 130, 64, 64]
+    x = laws.draw(b=1, h=4, hk=hk, n=sum(lengths), m=sum(lengths), d=64, e=64, dtype=torch.bfloat16, spread=0.3)
+    x = Inputs(*(t[0].transpose(0, 1).cuda() for t in x.tensors)).leaves()
+    at = starts(lengths).cuda()
+    if name == "exact":
+        assert ca.Exact().packs(x.q, x.v, 0.0)
+    got = ca.varlen_attention(*x.tensors, at, method=method, causal=causal)
+    wanted = loop(x, at.cpu(), method=method, causal=causal)[0]
+    close(got.cpu(), wanted.cpu())
+    direction = torch.randn_like(got)
+    for one, other in zip(*(torch.autograd.grad(out, x.tensors, direction) for out in (got, wanted)), strict=True):
+        close(one.cpu(), other.cpu())
+
+
 # ---- neighbours ----------------------------------------------------------------------------------
 
 
@@ -360,10 +380,14 @@ def test_wrong_lengths_are_refused_by_a_sentence(given: dict[str, Any], words: s
 
 def test_wrong_tensors_are_refused_by_a_sentence() -> None:
     x, at = packed(30), starts([10, 20])
-    with pytest.raises(ValueError, match=r"q of shape \(tokens h d\); got 4 dimensions; try ca.attention"):
+    with pytest.raises(ValueError, match=r"q \(tokens h d\); got \(1, 30, 4, 6\); try ca.attention"):
         ca.varlen_attention(x.q[None], x.k, x.v, at)
     with pytest.raises(TypeError, match=r"k a torch.Tensor; got list"):
         ca.varlen_attention(x.q, [1], x.v, at)
+    nested = torch.nested.nested_tensor([x.q[:10], x.q[10:]], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"got a nested tensor; try q.values\(\), with q.offsets\(\)"):
+        ca.varlen_attention(nested, x.k, x.v, at)
+    same_bits(ca.varlen_attention(nested.values(), x.k, x.v, nested.offsets()), ca.varlen_attention(*x.tensors, at))
     with pytest.raises(ValueError, match="that agree in b, hk, m and d"):
         ca.varlen_attention(x.q, x.k, x.v[:20], at)
     with pytest.raises(TypeError, match="cu_seqlens_q a tensor"):

@@ -157,16 +157,67 @@ def test_numbers_in_words() -> None:
     assert [counted(n, "step") for n in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
 
 
-def test_the_picture_of_a_pretrained_model(tmp_path: Path) -> None:
+def test_the_picture_of_a_pretrained_model() -> None:
     pytest.importorskip("matplotlib")
-    pytest.importorskip("tqdm")
-    drawn = script("pretrained")
+    drawn = script("pretrained_picture")
     rows = [
-        {"method": name, "settings": {"method": name.split(":")[0]}, "cost_share": share, "seconds": share, "kl": off}
+        {
+            "method": name,
+            "settings": {"method": name.split(":")[0]},
+            "cost_share": share,
+            "seconds": share,
+            "kl": off,
+            "examples": "3",
+        }
         for name, share, off in (("exact", 1.0, 0.0), ("refined", 0.2, 0.01), ("smyrf:rounds=2", 0.3, 5.0))
     ]
-    drawn.picture("toy", rows, ["kl"], tmp_path)
-    assert (tmp_path / "pretrained-toy.png").read_bytes().startswith(b"\x89PNG")
+    for timed in ({}, {"exact_seconds": 1.0}):
+        png = drawn.picture("toy", [{**row, **timed} for row in rows], ["kl"])
+        assert png.startswith(b"\x89PNG")
+
+
+def a_model_row(method: str, settings: dict[str, Any], share: float, hidden: float, **more: Any) -> Row:
+    return {
+        "theme": "pretrained", "task": "minilm", "method": method, "settings": settings, "cost_share": share,
+        "hidden": hidden, "distance": hidden**2 / 5, "seconds": 3.0, "limit": None, "examples": "two passages",
+        "environment": {"hardware": "x", "threads": 1, "torch": "2", "commit": "c", "date": "2026-01-01"}, **more,
+    }  # fmt: skip
+
+
+def test_the_bars_of_a_pretrained_model_and_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan of tune counts as ours does; a row from before there were parts is named by what it did."""
+    pytest.importorskip("tqdm")
+    bench, tables = script("pretrained"), script("readme_tables")
+    old = {"method": "refined", "clusters": 25, "top": 32, "steps": 5, "start": "far", "block": 256}
+    rows = [
+        a_model_row("exact", {"method": "exact"}, 1.0, 0.0, seconds=2.0, exact_seconds=2.0),
+        a_model_row("refined:clusters=25", old, 0.32, 0.25),
+        a_model_row("tuned:tolerance=0.14", {"method": "tuned"}, 0.25, 0.14, exact_seconds=2.0),
+    ]
+    append(tmp_path / "pretrained_x.jsonl", *rows)
+    words = {"rows": tmp_path / "pretrained_x.jsonl", "limit": None, "pictures": None}
+    assert bench.show(type("Args", (), words)) == 1  # the other bars are missed
+    shown = capsys.readouterr().out
+    assert "MET   hidden-state error ≤ 0.15 at ≤ 27%: tuned:tolerance=0.14 at 25.0%" in shown
+    assert "MISSED  embeddings' cosine distance" in shown
+    assert any(line.split()[:2] == ["25.0%", "1.50"] for line in shown.splitlines())
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = tables.TABLES["pretrained-minilm"]()
+    assert "| `refined:clusters=25,steps=5,start=far,top=32,parts=1,slope=False` | 32% | – |" in text
+    assert "| `tuned:tolerance=0.14` | 25% | 1.50 |" in text
+    assert "0.0039 at 25%, time × 1.50" in tables.TABLES["pretrained"]()
+
+
+def test_what_is_tuned_on_is_not_judged() -> None:
+    pytest.importorskip("safetensors")
+    tasks = script("pretrained_tasks")
+    judged, others = tasks.spread(200, 40), tasks.between(200, 40, 8)
+    assert len(set(others.tolist())) == 8
+    assert not set(judged.tolist()) & set(others.tolist())
+    with pytest.raises(SystemExit, match=r"wants 8 examples that are not judged: --limit 192"):
+        tasks.between(200, None, 8)
 
 
 # ---------------------------------------------------------------- benchmarks/gpu.py
@@ -313,8 +364,7 @@ def test_bad_words_are_refused(
 def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     tables = script("readme_tables")
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "CROSSINGS", tables.ROOT / "docs" / "img" / "crossings.png")
+    monkeypatch.setattr(tables.words, "RESULTS", tmp_path)
     rehearsal = [{**row, "theme": "gpu-rehearsal"} for row in a_run()]
     append(tmp_path / "gpu-rehearsal.jsonl", *rehearsal)
     assert tables.gpu_table() == tables.gpu_figures() == tables.NOT_YET
@@ -325,14 +375,16 @@ def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.
     assert "0.69×† / 0.69×†" in shown
     assert "**19.11×** / **19.11×**" in shown
     assert "**9.56×** / wrong" in shown
-    assert "(docs/img/crossings.png)" in shown
+    assert "(img/crossings.png)" in shown
+    assert shown.count("| 0.0123 |") == 2  # the error of each method beside its speeds
     assert "local" not in shown
     figures = tables.gpu_figures()
     assert figures.count("\n| `") == 12
     assert "- refined, 6×64, N = 32 768, forward+backward: wrong: dq is off by 0.3" in figures
-    monkeypatch.setattr(tables, "CROSSINGS", tmp_path / "crossings.png")
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    (tmp_path / "img").mkdir()
     tables.draw()
-    assert (tmp_path / "crossings.png").stat().st_size < 150_000
+    assert (tmp_path / "img" / "crossings.png").stat().st_size < 150_000
 
 
 def test_the_command_prints_one_table_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

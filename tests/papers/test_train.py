@@ -22,7 +22,7 @@ from clusterattn.nn import Encoder
 from clusterattn_papers.models import attending_with, attentions
 from clusterattn_papers.tasks import batches, order, padded
 from clusterattn_papers.train import Settings, fit, judge, loop
-from clusterattn_papers.train.graphs import Replayed
+from clusterattn_papers.train.graphs import RecordedUpdate
 from clusterattn_papers.train.radam import RAdam
 
 HERE = Path(__file__).resolve().parent
@@ -273,7 +273,7 @@ def test_a_recording_that_fails_leaves_updates_as_they_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no device")))
     met = []
-    replayed = Replayed(lambda batch: met.append(batch) or torch.zeros(()))
+    replayed = RecordedUpdate(lambda batch: met.append(batch) or torch.zeros(()))
     for _ in range(5):
         replayed({"x": torch.zeros(2)})
     assert len(met) == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -219,6 +220,25 @@ def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     found = run(one_dies, 2, timeout=5.0, check=False)
     assert found[1] is None
     assert isinstance(found[0], RuntimeError)
+
+
+def one_never_comes(rank: int, world: int, limit: float) -> float:
+    """How long the other one waits for it."""
+    q, k, v, _ = (x.float() for x in inputs(([40], [40])))
+    started = time.monotonic()
+    if rank == 1:
+        time.sleep(4 * limit)
+    else:
+        with pytest.raises(RuntimeError):
+            ca.parallel.attention(q, k, v, method=REFINED)
+    return time.monotonic() - started
+
+
+def test_nobody_waits_for_a_rank_that_never_comes() -> None:
+    """Longer than the timeout of the group, that is. (What comes after, the barrier of this test, fails as well.)"""
+    limit = 3.0
+    waited = run(one_never_comes, 2, limit, timeout=limit, check=False)[0]
+    assert limit / 2 < waited < 3 * limit
 
 
 def test_a_call_without_a_process_group_is_refused() -> None:

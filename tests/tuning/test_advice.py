@@ -263,3 +263,25 @@ def test_help_teaches() -> None:
     shown = run("--help")
     assert shown.exit_code == 0
     assert "clusterattn advise --heads 16 --dim 64 --length 30000" in " ".join(shown.stdout.split())
+
+
+def test_the_command_takes_a_model_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import tiny_models as tiny
+
+    from clusterattn.tuning.bench import Bench
+
+    monkeypatch.setattr(Bench, "seconds", seconds_of(1.0, 30.0))
+    monkeypatch.setattr(Bench, "_seconds", lambda bench, call, candidates: [*range(1, len(candidates)), 1000])
+    folder = tiny.saved(tmp_path / "model", tiny.bert())
+    (tmp_path / "book.txt").write_text(tiny.text(300))
+    words = ("--data", tmp_path / "book.txt", "--length", 64, "--tolerance", 0.5, "--limit", 2)
+    shown = run(folder, *words, "--no-store", "--out", tmp_path / "advice")
+    assert shown.exit_code == 0, shown.output
+    text = " ".join(shown.stdout.split())
+    assert "Swap the plan in" in text
+    assert "encoder.layer.0.attention.self" in text
+    plan = ca.Plan.load(tmp_path / "advice" / "plan.json")
+    assert plan.layers
+    assert plan.exact_below > 0
+    assert (tmp_path / "advice" / "advice.png").read_bytes().startswith(b"\x89PNG")

@@ -140,7 +140,7 @@ def test_time_is_measured_on_this_device(model, batches):
 def test_other_outputs_can_be_judged(batches):
     model = tiny.bert(kind="BertForSequenceClassification")
     plan = ca.tune(
-        model, batches, 0.3, methods=FEW, output=lambda model, batch: model(**batch, cost="multiply-adds").logits
+        model, batches, 0.3, methods=FEW, output=lambda model, batch: model(**batch).logits, cost="multiply-adds"
     )
     with torch.no_grad():
         truth = torch.cat([model(**batch).logits for batch in batches])
@@ -157,6 +157,26 @@ def test_an_encoder_decoder_with_nothing_to_decode_is_judged_by_its_encoder(tmp_
     plan = ca.tune(model, batches, 0.3, methods=FEW, cost="multiply-adds")
     assert plan.layers
     assert all("encoder" in name and "decoder" not in name for name in plan.layers)
+
+
+def test_kinds_of_calls_are_told_apart(tmp_path):
+    """A method for self-attention alone is no candidate for the layers that look at another sequence."""
+    import transformers
+
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(tiny.whisper(tmp_path / "whisper"))
+    g = torch.Generator().manual_seed(0)
+    spoken = torch.randn(1, 80, 200, generator=g)
+    batches = [{"input_features": spoken, "decoder_input_ids": torch.randint(20, (1, 16), generator=g)}]
+    plan = ca.tune(
+        model, batches, 0.9, methods=["reformer:rounds=1,chunk=4", "refined:clusters=4,top=8"], cost="multiply-adds"
+    )
+    kinds = {row["layer"]: row["kind"] for row in plan.note["layers"]}
+    assert set(kinds.values()) == {"self", "cross"}
+    assert all((kind == "cross") == ("encoder_attn" in name) for name, kind in kinds.items())
+    crossing = [plan.layers.get(name, ca.Exact()) for name, kind in kinds.items() if kind == "cross"]
+    each = [one for given in crossing for one in (given if isinstance(given, tuple) else (given,))]
+    assert not any(one.self_only for one in each)
+    assert {"exact", "tuned"} <= set(plan.note["seconds"])
 
 
 # ---------------------------------------------------------------- resuming

@@ -174,8 +174,8 @@ def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int)
     keys = 64 if width * q.element_size() <= 512 else 32
     size = tile * width * q.element_size()
     return {
-        "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": power(d), "BE": power(e),
-        "PRECISION": precision(q),
+        "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": power(d),
+        "BE": power(e), "PRECISION": precision(q),
         "num_warps": 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8,
     }, splits  # fmt: skip
 

@@ -1,0 +1,177 @@
+"""A call that was made before is replayed: the same bits, forward and backward, for other tensors of the same shapes;
+and everything out of the ordinary takes the ordinary way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import clusterattn as ca
+from clusterattn import _replay
+from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops._tape import MEMORY, Slot, _laid_out
+
+kernels = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = [
+    "refined:clusters=8,top=8,parts=4,slope=true,steps=2,sample=64,start=random",
+    "refined:clusters=8,top=8,parts=1,slope=false,steps=2",
+    "improved:clusters=8,top=8,steps=2",
+    "clustered:clusters=8,steps=2",
+    "smyrf:rounds=2,q_seats=16,k_seats=16",
+    "reformer:rounds=1,chunk=16",
+]
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    _replay.replay(True)
+    yield
+    _replay.replay(True)
+
+
+def tensors(seed: int, n: int = 100) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, n, 16, generator=made).to(DEVICE) for _ in range(3)]
+
+
+def answers(x: list[Tensor], **options) -> list[Tensor]:
+    """Output, and gradients where they are."""
+    leaves = [each.clone().requires_grad_() for each in x]
+    out = ca.attention(*leaves, backend="triton", **options)
+    first = out[0] if isinstance(out, tuple) else out
+    found = torch.autograd.grad(first, leaves, torch.ones_like(first) + first.detach(), allow_unused=True)
+    return [first.detach(), *(each for each in found if each is not None)]
+
+
+def the_kind() -> _replay.Known:
+    (kind,) = _replay._known.values()
+    return kind
+
+
+@kernels
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replay_has_the_same_bits(method):
+    a, b = tensors(1), tensors(2)
+    _replay.replay(False)
+    want = [answers(x, method=method) for x in (a, b)]
+    assert not _replay._known
+    _replay.replay(True)
+    for turn in range(4):  # ordinary; forward recorded, then both; played; played
+        got = answers((a, b)[turn % 2], method=method)
+        assert all(torch.equal(x, y) for x, y in zip(got, want[turn % 2], strict=True)), turn
+    kind = the_kind()
+    assert kind._tape is not None
+    assert len(kind.joint) == 1
+    assert not kind._refused
+    with torch.no_grad():
+        for x, known in ((a, want[0]), (b, want[1]), (a, want[0])):
+            assert torch.equal(ca.attention(*x, method=method, backend="triton"), known[0])
+
+
+@kernels
+def test_seeds_and_other_layouts_of_a_gradient():
+    x, method = tensors(1), METHODS[0]
+    leaves = [each.clone().requires_grad_() for each in x]
+
+    def both(seed: int, back: Tensor) -> list[Tensor]:
+        out = ca.attention(*leaves, method=method, backend="triton", seed=seed)
+        return [out.detach(), *torch.autograd.grad(out, leaves, back)]
+
+    dense = torch.randn(1, 2, 100, 16, device=DEVICE)
+    across = torch.randn(1, 100, 2, 16, device=DEVICE).transpose(1, 2)
+    calls = [(seed, back) for back in (dense, across, dense, dense[:, :1].expand_as(dense)) for seed in (0, 5, 0)]
+    got = [both(*call) for call in calls]
+    _replay.replay(False)
+    for one, call in zip(got, calls, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, both(*call), strict=True)), call[0]
+
+
+@kernels
+def test_lse_has_a_gradient_too():
+    x = tensors(3)
+
+    def both() -> list[Tensor]:
+        leaves = [each.clone().requires_grad_() for each in x]
+        out, lse = ca.attention(*leaves, method=METHODS[0], backend="triton", return_lse=True)
+        return [out.detach(), lse.detach(), *torch.autograd.grad((out.sum(), lse.square().sum()), leaves)]
+
+    _replay.replay(False)
+    want = both()
+    _replay.replay(True)
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(both(), want, strict=True))
+
+
+@kernels
+def test_what_is_out_of_the_ordinary_is_not_replayed():
+    x = tensors(4)
+    leaves = [each.clone().requires_grad_() for each in x]
+    options = {"method": METHODS[0], "backend": "triton"}
+    real = torch.ones(1, 100, dtype=torch.bool, device=DEVICE)
+    for _ in range(3):
+        ca.attention(*x, key_mask=real, **options)
+        ca.attention(*x, groups=ca.groups(*x, **options), **options)
+        checkpoint(lambda *y: ca.attention(*y, **options), *leaves, use_reentrant=False).sum().backward()
+        ca.attention(x[0], x[1], x[1], **options)  # one tensor twice: which one a kernel reads cannot be seen
+    assert all(kind._tape is None for kind in _replay._known.values())
+
+
+@kernels
+def test_saved_tensors_are_guarded_and_second_derivatives_refused():
+    x = tensors(5)
+    leaves = [each.clone().requires_grad_() for each in x]
+    for _ in range(3):
+        out = ca.attention(*leaves, method=METHODS[0], backend="triton")
+        torch.autograd.grad(out.sum(), leaves)
+    out = ca.attention(*leaves, method=METHODS[0], backend="triton")
+    total = out.sum()
+    out.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(total, leaves)
+    out = ca.attention(*leaves, method=METHODS[0], backend="triton")
+    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        torch.autograd.grad(first[0].sum(), leaves)
+
+
+def test_exact_attention_becomes_the_call_of_torch():
+    x = tensors(6)
+    for causal in (False, True):
+        want = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal)
+        for _ in range(3):
+            assert torch.equal(ca.attention(*x, method="exact", causal=causal), want)
+    assert all(kind._exact is not None for kind in _replay._known.values())
+    assert len(_replay._known) == 2
+    with pytest.raises(ValueError, match="agree"):  # another shape is another kind, and checked
+        ca.attention(x[0], x[1][..., :8], x[2], method="exact")
+
+
+def test_what_is_known_is_bounded(monkeypatch):
+    monkeypatch.setattr(_replay, "MOST", 4)
+    for n in range(1, 12):
+        ca.attention(*tensors(7, n), method="exact")
+        assert len(_replay._known) <= 4
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(0, 12), st.integers(0, 12)).map(
+            lambda x: Slot(MEMORY, size=x[0], first=min(x[1:]), last=max(x[1:]))
+        ),
+        max_size=20,
+    )
+)
+def test_memory_is_shared_only_by_those_that_do_not_meet(slots):
+    offsets, total = _laid_out(list(enumerate(slots)))
+    for i, one in enumerate(slots):
+        assert offsets[i] % 256 == 0
+        assert offsets[i] + one.size <= total
+        for j, other in enumerate(slots[:i]):
+            meet = one.first <= other.last and other.first <= one.last
+            apart = offsets[i] >= offsets[j] + other.size or offsets[j] >= offsets[i] + one.size
+            assert apart or not meet
