@@ -87,13 +87,7 @@ def plain(
 
 
 def packs(q: Tensor, v: Tensor, dropout_p: float) -> bool:
-    """Does torch's own attention over packed documents serve such a call? Where it does, it is the fastest.
-
-    Args:
-        q: packed queries
-        v: packed values
-        dropout_p: of the weights
-    """
+    """Does torch's own attention over packed documents serve such a call? Where it does, it is the fastest."""
     d, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
     fits = q.is_cuda and half and d == v.shape[-1] and d % 8 == 0 and d <= 256 and dropout_p == 0.0
     allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -104,17 +98,7 @@ def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], causal: bool,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Documents one behind the other, q (h tokens d); in a causal call each has as many queries as keys.
-
-    Args:
-        q: queries, documents one behind the other
-        k: keys
-        v: values
-        starts: where documents begin, of queries and of keys
-        longest: of the queries and of the keys of a document
-        causal: a document's last query stands beside its last key
-        scale: of the logits
-    """
+    """Documents one behind the other, q (h tokens d); in a causal call each has as many queries as keys."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
     if k.shape[0] != q.shape[0]:  # it knows of grouped heads from torch 2.12 on

@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 @jit
 def pull_kernel(
     K, V, D_SLOPE, PULL, m, d, e, heads, group, skb, skh, skm, svb, svh, svm,
-    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PULL (lead m): x^T D y of every key."""
     lead, key = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
-    dims, values, batch, head = tl.arange(0, BD), tl.arange(0, BE), lead // heads, (lead % heads) // group
-    wide, long, here = dims < d, values < e, key < m
+    dims, batch, head = tl.arange(0, BD), lead // heads, (lead % heads) // group
+    wide, here, at = dims < d, key < m, key.to(tl.int64)[:, None]
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
-    at = key.to(tl.int64)[:, None]
     k = tl.load(k_base + at * skm + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
-    v = tl.load(v_base + at * svm + values[None, :], mask=here[:, None] & long[None, :], other=0.0)
     x = (k.to(tl.float32) - tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)[None, :]).to(k.dtype)
-    y = v.to(tl.float32) - tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)[None, :]
-    slope = tl.load(
-        D_SLOPE + (lead * d + dims[:, None]) * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0
-    )
-    turned = tl.dot(x, slope.to(k.dtype), input_precision=PRECISION)
-    tl.store(PULL + lead * m + key, tl.sum(turned * y, 1), mask=here)
+    total = tl.zeros((BM,), tl.float32)
+    for first in range(0, e, BV):
+        values = first + tl.arange(0, BV)
+        long = values < e
+        v = tl.load(v_base + at * svm + values[None, :], mask=here[:, None] & long[None, :], other=0.0)
+        y = v.to(tl.float32) - tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)[None, :]
+        inside = wide[:, None] & long[None, :]
+        slope = tl.load(D_SLOPE + (lead * d + dims[:, None]) * e + values[None, :], mask=inside, other=0.0)
+        total += tl.sum(tl.dot(x, slope.to(k.dtype), input_precision=PRECISION) * y, 1)
+    tl.store(PULL + lead * m + key, total, mask=here)
 
 
 @jit
@@ -184,11 +186,12 @@ def pulled_rows(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far,
         return torch.empty(shape, dtype=dtype, device=k.device)
 
     half = k.element_size() == 2  # a product of fp32 is three of tf32, with twice the bytes: smaller tiles
-    per_key, size = new(lead, m), 64 if half else 16
+    columns = min(128 if half else 64, power(e, THIN))  # of the slope at once
+    per_key, size = new(lead, m), 64 if half else 32
     launch(
         pull_kernel, (cdiv(m, size), lead), (k, v, slope, per_key),
         (m, d, e, h, h // hk, *k.stride()[:3], *v.stride()[:3]),
-        BM=size, BD=tile["BD"], BE=tile["BE"], PRECISION=precision(k), num_warps=4,
+        BM=size, BD=tile["BD"], BV=columns, PRECISION=precision(k), num_warps=4, num_stages=1,
     )  # fmt: skip
     row_tiles = cdiv(few, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
@@ -212,6 +215,7 @@ def pulled_rows(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far,
         levels(found.lse, pi), mean_pull, dy, dm, delta, base2, amount, of_share),
         (clusters, few, parts, splits, d, e, h, h // hk, *k.stride()[:2], *v.stride()[:2]),
         BC=size, BD=tile["BD"], BV=min(64 if half else 32, power(e, THIN)), PRECISION=precision(k), num_warps=4,
+        num_stages=1,
     )  # fmt: skip
     launch(
         share_kernel, (cdiv(few, 16), lead), (of_share, amount, pi, delta), (clusters, few, parts),
