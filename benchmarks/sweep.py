@@ -10,7 +10,7 @@ A case is a random setting of Refined or Improved: clusters 16 ... 2 048, top 0 
 told as a share of SDPA's on the same tensors in the same process, turns taken in alternation (on a CPU one thread, by
 the process's own clock: other programs do no harm); beside it stands its share of the multiply-adds. Two rules:
 
-within   on a CPU, for top <= 512, parts <= 128 and lengths >= 4 096: time share <= 2.5 x multiply-add share, beside 0.01
+within   on a CPU, for top <= 512, parts <= 128 and lengths >= 4 096: time share <= 2.5 x multiply-add share, and 0.01
          of SDPA's time and 5 ms for what is no multiply-add (reading q, k, v, writing out; Python)
 apart    everywhere: no case takes more than 3 times what is usual for its multiply-adds: the median ratio of time
          share to multiply-add share among the 31 cases whose multiply-add shares are nearest
