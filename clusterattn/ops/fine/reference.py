@@ -139,7 +139,7 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
 
 
 @dataclass(frozen=True)
-class Gradients:
+class FineGradients:
     """Of everything that is offered, and of the queries; None where there is no slope."""
 
     q: Tensor
@@ -154,7 +154,7 @@ class Gradients:
 
 def backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, labels: Tensor, offer: Offer, out: Tensor, lse: Tensor, scale: float
-) -> Gradients:
+) -> FineGradients:
     (b, h, n, d), e, acc = q.shape, out.shape[-1], lse.dtype
     delta = (d_out * out).sum(-1)
     delta = (delta if d_lse is None else delta - d_lse).reshape(-1)
@@ -197,7 +197,7 @@ def backward(
         mine = torch.bmm(ds, p.keys)
         rows = torch.where(p.real, p.rows, b * h * n).flatten()
         dq[rows] = (mine if d_apart is None else mine + d_apart).view(-1, d)
-    return Gradients(
+    return FineGradients(
         dq[:-1].view(b, h, n, d), dk.view(offer.k.shape), dv.view(offer.v.shape),
         d_far_keys.view(offer.far_keys.shape), d_far_values.view(offer.far_values.shape),
         d_bias.view(offer.bias.shape),
