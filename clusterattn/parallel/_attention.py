@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._attention import FLOATS, _call, _cast, _finish, _nothing, _pack, _wipe
+from .._attention import _finish, _nothing, _pack, _wipe
+from .._checks import FLOATS, cast, checked_call
 from .._errors import bad_type, bad_value
 from .._types import Call, Mask
 from ..methods import Auto, MethodSpec, Refined
@@ -90,9 +91,10 @@ def attention(
     if isinstance(seed, Tensor):
         raise bad_type("seed a whole number, the same on every rank", "a tensor", "seed=int(seed)")
     ranks = Ranks(_process_group(group), traffic)
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     call = replace(
-        _call(recipe, q, k, v, key_mask, None, query_mask, False, scale, None, seed, backend, None), lse=return_lse
+        checked_call(recipe, q, k, v, key_mask, None, query_mask, False, scale, None, seed, backend, None),
+        lse=return_lse,
     )
     if check:
         streams = len(query_streams or (0,)) << 16 | len(key_streams or (0,))
