@@ -57,7 +57,9 @@ def _panel(panel: Any, rows: list[Row], cost: str, key: str) -> None:
         for row in mine:
             if row["method"] == "refined":  # as it comes
                 panel.plot(row[cost], row[key], "o", ms=13, mfc="none", mec=colour, mew=1.6, zorder=4)
-    panel.set(xlabel=COSTS[cost], ylabel=FIGURES[key], xscale="log")
+    costs = [row[cost] for row in rows]
+    wide = max(costs) > 4 * min(costs)
+    panel.set(xlabel=COSTS[cost], ylabel=FIGURES[key], xscale="log" if wide else "linear")
     panel.margins(x=0.12)
     values = [row[key] for row in rows]
     above = [value for value in values if value > 0]
@@ -69,7 +71,8 @@ def _panel(panel: Any, rows: list[Row], cost: str, key: str) -> None:
         else:
             panel.set_yscale("log")
             plots.plain_log_ticks(panel.yaxis)
-    plots.plain_log_ticks(panel.xaxis)
+    if wide:
+        plots.plain_log_ticks(panel.xaxis)
     panel.grid(True, which="major")
     _write_labels(panel, labelled, cost, key)
 

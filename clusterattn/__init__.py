@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from . import _moved
 from ._attention import attention, attention_matrix, groups
 from ._types import Attended, Buckets, Clusters, Mask, Method, Parts
-from ._varlen import varlen_attention
 from .methods import (
     METHODS,
     Auto,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from . import measure, nn, parallel
     from ._plan import Plan
     from ._replay import replay
+    from ._varlen import varlen_attention
     from ._warm_up import warm_up
     from .measure.sampled import ErrorReport, error_report
     from .tuning import Advice, advise, tune
@@ -53,6 +53,7 @@ _LATER = {
     "nn": "nn",
     "parallel": "parallel",
     "tune": "tuning",
+    "varlen_attention": "_varlen",
     "replay": "_replay",
     "warm_up": "_warm_up",
 }

@@ -25,6 +25,7 @@ from torch.autograd import Function, forward_ad
 from ._types import Method
 from .methods import Exact
 from .ops._jit import INTERPRETING
+from .ops._launch import ALIGNED
 
 MOST = 512  # kinds of calls that are remembered before all are forgotten
 LAYOUTS = 4  # of a gradient, for each kind
@@ -36,7 +37,11 @@ _on = True
 
 def replay(on: bool) -> None:
     """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels in the same
-    order, without the time that it takes to choose them. Turning it off also frees what was remembered."""
+    order, without the time that it takes to choose them. Turning it off also frees what was remembered.
+
+    Args:
+        on: whether calls are replayed from now on
+    """
     global _on
     _on = on
     forget()
@@ -53,6 +58,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
         not _on or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or not (_dense(q) and _dense(k) and _dense(v))
     ):  # fmt: skip
         return None
     device, dtype, cuda = q.device, q.dtype, q.is_cuda
@@ -69,6 +75,10 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
             _known.clear()
         found = _known[key] = Known(cuda)
     return found
+
+
+def _dense(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested and not x.is_meta
 
 
 class Known:
@@ -235,4 +245,4 @@ def _aligned(tensors: Sequence[Tensor | None]) -> bool:
     for x in tensors:
         if x is not None:
             joined |= x.data_ptr()
-    return joined % 16 == 0
+    return joined % ALIGNED == 0

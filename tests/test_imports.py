@@ -28,6 +28,7 @@ LAYERS = (
     ("clusterattn._documents",),
     (
         "clusterattn._attention",
+        "clusterattn._checks",
         "clusterattn._replay",
         "clusterattn._options",
         "clusterattn._varlen",

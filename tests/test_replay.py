@@ -3,6 +3,9 @@ and everything out of the ordinary takes the ordinary way."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -137,6 +140,22 @@ def test_saved_tensors_are_guarded_and_second_derivatives_refused():
     first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives"):
         torch.autograd.grad(first[0].sum(), leaves)
+
+
+@kernels
+def test_a_replay_is_freed_when_its_answer_is():
+    """Without waiting for the garbage collector: a CUDA graph in the making must not meet graphs of other streams."""
+    leaves = [each.clone().requires_grad_() for each in tensors(8)]
+    for _ in range(3):
+        torch.autograd.grad(ca.attention(*leaves, method=METHODS[1], backend="triton").sum(), leaves)
+    gc.disable()
+    try:
+        out = ca.attention(*leaves, method=METHODS[1], backend="triton")
+        node = weakref.ref(out.grad_fn)
+        del out
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 def test_exact_attention_becomes_the_call_of_torch():

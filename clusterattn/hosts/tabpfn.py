@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .._attention import FLOATS
+from .._checks import FLOATS
 from .._errors import check_whole
 from .._types import Method
 from ..methods import MethodSpec

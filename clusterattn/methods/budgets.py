@@ -2,7 +2,7 @@
 
 A *ladder* is a list of sizes, each rung dearer and closer to exact attention than the one before; a *budget* is the
 share of exact attention's multiply-adds, grouping included, that a call may take. Sizes that a method leaves open are
-those of the highest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
+those of the dearest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
 budget, the usual ones for the length. Lengths count in steps (512, 768, 1 024, 1 536, ...), so that sizes are step
 functions and a compiled graph serves a range of lengths; shares only fall as a length grows inside its step.
 
@@ -14,8 +14,8 @@ SHORT    below 2 048 attention of text and speech is sharp: near keys beat far p
 LONG     from 2 048 on it is diffuse: as many parts and near keys as clusters, and the slope. TabPFN v1 at 4 000, 8 192
          (the long sample: of 60 settings at 7 %, and of 40 at 15 % on its first 4 000 rows, 64 / 64 / 64 is the best),
          10 000 and 60 000 rows (of 12 settings at 1 to 1.6 %, four seeds each, 256 / 32 / 64 keeps the accuracy best)
-CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does, more clusters than eight for a
-         block least of all: SmolLM2-135M at 2 048 .. 8 192
+CAUSAL   blocks make every slope and part anew, so near keys pay and nothing else does; query heads that see the same
+         keys share their clusters: SmolLM2-135M at 2 048 .. 8 192
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ LONG = (
     (1024, 256, 512), (1024, 512, 1024), (2048, 512, 1024), (4096, 1024, 2048), (8192, 2048, 4096),
 )  # fmt: skip  clusters, near keys, parts; with parts, the slope
 CAUSAL = (
-    (4, 16), (4, 32), (8, 32), (8, 64), (8, 96), (8, 128), (8, 192), (8, 256), (8, 320), (8, 384), (8, 512), (8, 640),
-    (8, 768), (8, 1024), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (128, 2048), (256, 4096),
+    (4, 16), (4, 32), (8, 32), (8, 64), (16, 64), (16, 96), (16, 128), (16, 192), (16, 256), (16, 320), (16, 352),
+    (16, 384), (16, 512), (16, 640), (16, 768), (16, 1024), (32, 1024), (64, 1024), (128, 1024), (128, 2048),
+    (256, 4096),
 )  # fmt: skip  clusters of a block, near keys
 
 # Length -> the sizes of a method that names no budget, from that length on.
@@ -80,7 +81,8 @@ USUAL_SHORT = {
 }  # fmt: skip
 USUAL_LONG = {1: (64, 64, 64), 32768: (256, 32, 64), 262144: (512, 64, 128), 1048576: (1024, 128, 256)}
 USUAL_CAUSAL = {
-    1: (8, 32), 1024: (8, 96), 2048: (8, 192), 4096: (8, 320), 8192: (8, 512), 32768: (8, 1024), 131072: (32, 1024),
+    1: (8, 32), 1024: (16, 64), 2048: (16, 160), 4096: (16, 256), 8192: (16, 352), 32768: (16, 768),
+    131072: (32, 1024),
 }  # fmt: skip
 # Few queries over many keys: near keys and parts, which each query pays for, are cheap beside clusters, which each key
 # pays for; and an error of such a call is not averaged out by others.
@@ -105,10 +107,10 @@ def step_up(length: int) -> int:
 
 
 def block(n: int, clusters: int) -> int:
-    """Causal blocks: within a block everybody is seen exactly, before it through centroids. n * block against
-    n / block * clusters * n multiply-adds are least where they are equal."""
-    best = math.isqrt(2 * max(clusters, 1) * step(n))
-    return max(64, 1 << (best.bit_length() - 1))
+    """Causal blocks: within a block everybody is seen exactly, before it through centroids, which pass keys, values and
+    mean keys: n * block multiply-adds against n / block * clusters * n / 2 * 3 / 2. They are least where they are
+    equal; this is the power of two nearest to that."""
+    return max(64, 1 << (math.isqrt(3 * max(clusters, 1) * step(n) // 2).bit_length() - 1))
 
 
 def stepped(shape: Shape) -> Shape:
@@ -132,7 +134,8 @@ def _plain(settings: dict[str, Any], *shape: Any) -> tuple[tuple[str, Any], ...]
     from . import method
 
     filled = _filled(method(settings), Shape(*shape))
-    return tuple((name, getattr(filled, name)) for name in (*SIZES, "start", "sample", "rank", "block"))
+    chosen = (*SIZES, "start", "sample", "rank", "block", "share_heads")
+    return tuple((name, getattr(filled, name)) for name in chosen)
 
 
 @lru_cache(maxsize=4096)
@@ -143,8 +146,9 @@ def _filled(method: Refined, at: Shape) -> Refined:
     ladder = [_sensible(method, rung, at) for rung in rungs(at)]
     ladder = [each for each in ladder if _is_sensible(each, at)] or ladder
     most = method.budget * Exact().cost(at.n, at.m, at.d, at.e, causal=at.causal)
-    inside = [each for each in ladder if each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) <= most]
-    return inside[-1] if inside else ladder[0]
+    # Parts that are left out for few queries may make a higher rung the cheaper one.
+    cost = {each: each.cost(at.n, at.m, at.d, at.e, causal=at.causal, group=at.group) for each in ladder}
+    return max((each for each in ladder if cost[each] <= most), key=cost.__getitem__, default=ladder[0])
 
 
 def _sensible(method: Refined, rung: Rung, at: Shape) -> Refined:
@@ -195,7 +199,9 @@ def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
     sizes = {name: size if getattr(method, name) is None else getattr(method, name) for name, size in rung.items()}
     # With many queries random starts do as well as far-apart ones, and cost less; and the whole metric costs little.
     long = not at.causal and at.m >= DIFFUSE
-    heads = at.group if method.share_heads else 1
+    share = method.share_heads if method.share_heads is not None else at.causal and method.clusters is None
+    heads = at.group if share else 1
+    sizes["share_heads"] = True if heads > 1 else method.share_heads
     if method.clusters is None:  # as many in all, for the heads that share them
         sizes["clusters"] *= heads
     if at.causal and method.block is None:

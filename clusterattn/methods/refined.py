@@ -37,8 +37,8 @@ class Refined(Improved):
     Sizes that are left out (None) are chosen from the shape of the call, see ``ca.Refined().at(n, m, d, e)`` and
     methods/budgets.py; ``budget`` is the share of exact attention's multiply-adds that they may take, grouping included
     (0.05: five per cent). ``steps``, ``sample`` and ``rank``, the effort of the grouping, are chosen together: with
-    steps given, the other two mean all when left out. With ``share_heads`` clusters that are left out are as many in
-    all as without.
+    steps given, the other two mean all when left out. Clusters that are chosen for a causal call are shared by the
+    query heads of a key head, as many in all as without (``share_heads``; with clusters given, None is False).
     """
 
     name: ClassVar[str] = "refined"
@@ -51,6 +51,7 @@ class Refined(Improved):
     metric: str = "keys"
     start: str | None = None  # type: ignore[assignment]
     mass: str = "tangent"
+    share_heads: bool | None = None  # type: ignore[assignment]
     budget: float | None = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ._launch import ALIGNED, Buffer, Halves, current_stream, ordinary, plan_of, recording
+from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -347,7 +347,7 @@ class Half:
             else:
                 run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
         found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
-        # An output that backward reads is kept as another tensor: the output itself will hold the graph that holds this.
+        # An output that backward reads is kept as another tensor: it will itself hold the graph that holds this.
         return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 
     def _do(
@@ -447,12 +447,3 @@ class Tape:
         self.bound = recorder.bound
         self.forward = Half(recorder, 0, split, list(outputs), kept, keeps, on)
         self.backward = None if middle is None else Half(recorder, split, steps, list(gradients), kept)
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Kernels were compiled for pointers that are."""
-    joined = 0
-    for x in tensors:
-        if x is not None:
-            joined |= x.data_ptr()
-    return joined % ALIGNED == 0

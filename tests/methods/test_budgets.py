@@ -100,6 +100,20 @@ def test_what_is_given_stays_and_the_rest_follows() -> None:
     assert small.clusters < large.clusters
 
 
+def test_chosen_clusters_of_a_causal_call_are_shared_by_the_heads_that_see_the_same_keys() -> None:
+    shape = (8192, 8192, 64, 64)
+    alone, three = (ca.Refined().at(*shape, causal=True, group=group) for group in (1, 3))
+    assert not alone.share_heads
+    assert three.share_heads
+    assert (three.clusters, three.block, three.top) == (3 * alone.clusters, alone.block, alone.top)
+    apart = ca.Refined(share_heads=False).at(*shape, causal=True, group=3)
+    assert (apart.clusters, apart.share_heads) == (alone.clusters, False)
+    assert not ca.Refined(clusters=16).at(*shape, causal=True, group=3).share_heads  # as many for each head, as given
+    assert not ca.Refined().at(*shape, group=3).share_heads
+    spent, saved = (cost.share(each, Shape(*shape, True, 3)) for each in (three, apart))
+    assert spent < 1.05 * saved
+
+
 def test_a_budget_as_text_and_beside_all_sizes() -> None:
     assert ca.method("refined:budget=0.05") == ca.Refined(budget=0.05)
     assert ca.Refined.from_dict(ca.Refined(budget=0.05).to_dict()) == ca.Refined(budget=0.05)

@@ -17,8 +17,6 @@ from ..._types import Attended, Buckets, Mask
 from .. import _backends, tables
 from .._op import op
 from ..rows import take
-from . import reference
-from .reference import Seating
 
 
 @op("bucketed")
@@ -28,6 +26,8 @@ def _bucketed(
     scale: float, less: float, numbers: Sequence[int], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out, lse, and who looked at itself. numbers: see Seating.of."""
+    from .reference import Seating
+
     seating = Seating.of(bias, queries, keys, low, high, rank, scale, less, numbers)
     found: tuple[Tensor, Tensor, Tensor] = _backends.function("bucketed", backend)(q, k, v, seating, key_mask)
     return found
@@ -54,6 +54,8 @@ def _bucketed_backward(
     low: Optional[Tensor], high: Optional[Tensor], rank: Optional[Tensor],
     scale: float, less: float, numbers: Sequence[int], backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from .reference import Seating
+
     seating = Seating.of(bias, queries, keys, low, high, rank, scale, less, numbers)
     run = _backends.backward("bucketed", backend)
     dq, dk, dv, d_bias = run(d_out, d_lse, q, k, v, out, lse, alone, seating)
@@ -134,4 +136,6 @@ def itself_at_least(
     answer: Attended, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, *, backend: str = "reference"
 ) -> Attended:
     """A query that met no key it may see attends to the key at its own position, where that key is real."""
+    from . import reference
+
     return reference.or_self(answer, q, k, v, mask, scale, partial(take, backend=backend))

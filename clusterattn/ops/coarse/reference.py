@@ -78,13 +78,19 @@ class Keys:
     def tiles(self) -> int:
         return 1 if self.part_of is None else self.part_of.shape[1]
 
+    def _rows(self, heads: slice) -> Tensor:
+        """Of each tile of these heads, the number of its part, counted over the heads."""
+        assert self.part_of is not None
+        each = self.part_of[heads]
+        return (each + torch.arange(len(each), device=each.device).unsqueeze(-1) * self.parts).flatten()
+
     def summed(self, by_tile: Tensor, heads: slice) -> Tensor:
         """(lead tiles ...) -> (lead parts ...): tiles of one part added up."""
         if self.part_of is None:
             return by_tile
-        total = by_tile.new_zeros(by_tile.shape[0], self.parts, *by_tile.shape[2:])
-        index = self.part_of[heads].view(*by_tile.shape[:2], *[1] * (by_tile.dim() - 2)).expand_as(by_tile)
-        return total.scatter_add_(1, index, by_tile)
+        total = by_tile.new_zeros(by_tile.shape[0] * self.parts, *by_tile.shape[2:])
+        total.index_add_(0, self._rows(heads), by_tile.reshape(-1, *by_tile.shape[2:]))
+        return total.view(by_tile.shape[0], self.parts, *by_tile.shape[2:])
 
     def highest(self, by_tile: Tensor, heads: slice) -> Tensor:
         if self.part_of is None:
@@ -96,8 +102,8 @@ class Keys:
         """(lead parts ...) -> (lead tiles ...): what each tile's part has."""
         if self.part_of is None:
             return by_part
-        index = self.part_of[heads].view(*by_part.shape[:1], -1, *[1] * (by_part.dim() - 2))
-        return by_part.gather(1, index.expand(-1, -1, *by_part.shape[2:]))
+        rows = by_part.reshape(-1, *by_part.shape[2:]).index_select(0, self._rows(heads))
+        return rows.view(by_part.shape[0], -1, *by_part.shape[2:])
 
 
 def _seated(k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, parts: int) -> Keys:
@@ -440,24 +446,3 @@ def _moved_back(x: Tensor, keys: Keys, m: int) -> Tensor:
     total = x.new_zeros(x.shape[0], m + 1, x.shape[-1])
     index = torch.where(keys.at < 0, m, keys.at).unsqueeze(-1).expand_as(x)
     return total.scatter_(1, index, x)[:, :m].contiguous()
-
-
-def top_keys(q: Tensor, k: Tensor, key_mask: Tensor | None, top: int, causal: bool) -> Tensor:
-    """The positions of the ``top`` best keys of every query (b h n t), -1 where fewer are visible."""
-    (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
-    few = min(top, m)
-    found = torch.full((b * hk, h // hk, n, few), -1, dtype=torch.int64, device=q.device)
-    key_mask = None if key_mask is None else key_mask.repeat_interleave(hk, 0)
-    keys, mine = k.reshape(b * hk, m, d), _by_key_head(q, hk)
-    key_at = torch.arange(m, device=q.device)
-    for heads in spans(b * hk, 1):
-        for rows in spans(n, budget(q) * 4 // max(m * (h // hk), 1)):
-            scores = torch.matmul(wide(mine[heads, :, rows]), wide(keys[heads]).unsqueeze(1).mT)
-            if key_mask is not None:
-                scores.masked_fill_(~key_mask[heads, None, None], NEVER)
-            if causal:
-                query_at = torch.arange(rows.start, rows.stop, device=q.device) + m - n
-                scores.masked_fill_(key_at > query_at.unsqueeze(-1), NEVER)
-            best, at = scores.topk(few, -1)
-            found[heads, :, rows] = torch.where(best == NEVER, -1, at)
-    return found.view(b, h, n, few)

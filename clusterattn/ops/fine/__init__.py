@@ -21,66 +21,73 @@ from ..coarse import Coarse, Reach, coarse
 from ..coarse import multiply_adds as of_centroids
 from ..members import members as sorted_members
 from ..merge import NEVER
-from ..rows import broadcast, take
+from ..rows import broadcast
 
 MASSES = ("softmax", "tangent", "cluster")  # how the far part weighs, see Improved; the ops count them
 
 _Pair = tuple[Tensor, Tensor]
-_Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @op("fine")
 def _fine(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
-    scale: float, near: int, per: int,
+    q: Tensor, k: Tensor, v: Tensor, far_keys: Tensor, far_values: Tensor, bias: Tensor,
+    slope: Optional[Tensor], c: Optional[Tensor], near_at: Tensor, labels: Tensor, scale: float, per: int,
 ) -> _Pair:  # fmt: skip
     from . import reference
 
-    return reference.forward(q, labels, reference.Offer(keys, values, bias, near, slope, c, per), scale)
+    return reference.forward(
+        q, labels, reference.Offer(k, v, near_at, far_keys, far_values, bias, slope, c, per), scale
+    )
 
 
 @_fine.fake
-def _(q: Tensor, keys: Tensor, values: Tensor, *_: Any) -> _Pair:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> _Pair:
     acc = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((*q.shape[:3], values.shape[-1]), dtype=acc), q.new_empty(q.shape[:3], dtype=acc)
+    return q.new_empty((*q.shape[:3], v.shape[-1]), dtype=acc), q.new_empty(q.shape[:3], dtype=acc)
 
 
 @op("fine_backward")
 def _fine_backward(
     d_out: Optional[Tensor], d_lse: Optional[Tensor],
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], labels: Tensor,
-    out: Tensor, lse: Tensor, scale: float, near: int, per: int,
-) -> _Six:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, far_keys: Tensor, far_values: Tensor, bias: Tensor,
+    slope: Optional[Tensor], c: Optional[Tensor], near_at: Tensor, labels: Tensor,
+    out: Tensor, lse: Tensor, scale: float, per: int,
+) -> _Eight:  # fmt: skip
     from . import reference
 
-    offer = reference.Offer(keys, values, bias, near, slope, c, per)
+    offer = reference.Offer(k, v, near_at, far_keys, far_values, bias, slope, c, per)
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    dq, dc, dk, dv, db, ds = reference.backward(d_out, d_lse, q, labels, offer, out, lse, scale)
-    dc = q.new_empty(0) if dc is None or c is None else dc.to(c.dtype)
-    ds = q.new_empty(0) if ds is None else ds
-    return dq.to(q.dtype), dk.to(keys.dtype), dv.to(values.dtype), db, ds, dc
+    found = reference.backward(d_out, d_lse, q, labels, offer, out, lse, scale)
+    dc = q.new_empty(0) if found.c is None or c is None else found.c.to(c.dtype)
+    ds = q.new_empty(0) if found.slope is None else found.slope
+    return (
+        found.q.to(q.dtype), found.k.to(k.dtype), found.v.to(v.dtype), found.far_keys.to(far_keys.dtype),
+        found.far_values.to(far_values.dtype), found.bias, ds, dc,
+    )  # fmt: skip
 
 
 @_fine_backward.fake
 def _(
     d_out: Optional[Tensor], d_lse: Optional[Tensor],
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, slope: Optional[Tensor], c: Optional[Tensor], *_: Any,
-) -> _Six:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, far_keys: Tensor, far_values: Tensor, bias: Tensor,
+    slope: Optional[Tensor], c: Optional[Tensor], *_: Any,
+) -> _Eight:  # fmt: skip
     none = q.new_empty(0)
-    given = (q, keys, values, bias, none if slope is None else slope, none if c is None else c)
-    dq, dk, dv, db, ds, dc = (x.new_empty(x.shape) for x in given)
-    return dq, dk, dv, db, ds, dc
+    given = (q, k, v, far_keys, far_values, bias, none if slope is None else slope, none if c is None else c)
+    dq, dk, dv, d_far_keys, d_far_values, db, ds, dc = (x.new_empty(x.shape) for x in given)
+    return dq, dk, dv, d_far_keys, d_far_values, db, ds, dc
 
 
 def _keep_fine(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
-    ctx.settings = inputs[7:]
-    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.settings = inputs[10:]
+    ctx.save_for_backward(*inputs[:10], *output)
 
 
 def _give_back_fine(ctx: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
-    dq, dk, dv, db, ds, dc = _fine_backward(d_out, d_lse, *saved, *ctx.settings)
-    return dq, dk, dv, db, *((None, None) if saved[4] is None else (ds, dc))
+    *found, ds, dc = _fine_backward(d_out, d_lse, *saved, *ctx.settings)
+    return *found, *((None, None) if saved[6] is None else (ds, dc))
 
 
 _fine.gradient(_give_back_fine, _keep_fine)
@@ -94,13 +101,15 @@ def _of_queries(q: Any, keys: int, e: int, slope: bool, *, backward: bool = Fals
 
 
 @_fine.flops
-def _(q: Any, keys: Any, values: Any, bias: Any, slope: Any, *_: Any) -> int:
-    return 2 * _of_queries(q, keys[3], values[4], slope is not None)
+def _(q: Any, k: Any, v: Any, far_keys: Any, far_values: Any, bias: Any, slope: Any, *_: Any) -> int:
+    return 2 * _of_queries(q, bias[3], v[3], slope is not None)
 
 
 @_fine_backward.flops
-def _(d_out: Any, d_lse: Any, q: Any, keys: Any, values: Any, bias: Any, slope: Any, *_: Any) -> int:
-    return 2 * _of_queries(q, keys[3], values[4], slope is not None, backward=True)
+def _(
+    d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, far_keys: Any, far_values: Any, bias: Any, slope: Any, *_: Any
+) -> int:
+    return 2 * _of_queries(q, bias[3], v[3], slope is not None, backward=True)
 
 
 # ---------------------------------------------------------------------------------------------------- by kernels
@@ -235,24 +244,25 @@ def fine(
     per: int = 0,
 ) -> Attended:  # fmt: skip
     """Each query over its cluster's near keys, and over each far part as one."""
-    keys, values, level = take(k, found.near_at), take(v, found.near_at), found.lse  # (b h c t d) (b h c t e) (b h c p)
-    bias = torch.where(found.near_at < 0, NEVER, 0.0).to(level.dtype)
-    near = keys.shape[3]
+    level, at = found.lse, found.near_at  # (b h c p) (b h c t)
+    bias = torch.where(at < 0, NEVER, 0.0).to(level.dtype)
     if mass == "cluster":
-        # Far weighs against near for each query as it does for the centroid (eqs. 9-11). That share is one number for
-        # the cluster, and the near weights sum to one: so the far answer can be mixed into the near values beforehand.
+        # Far weighs against near for each query as it does for the centroid (eqs. 9-11): that share is one number for
+        # the cluster, and mixes the answers of near and far.
         level = level.squeeze(-1)
         odds = torch.where(level == NEVER, NEVER, level - torch.where(found.near_lse == NEVER, 0.0, found.near_lse))
-        share = odds.sigmoid()[..., None, None]
-        mixed = (1 - (share.detach() if detach else share)) * values + share * found.out
-        out, lse = _fine(q, keys, mixed.to(values.dtype), bias, None, None, labels, scale, near, 0)
+        share = odds.sigmoid()
+        out, lse = _fine(q, k, v, c[..., None, :][..., :0, :], found.out[..., :0, :].to(v.dtype), bias, None, None, at,
+                         labels, scale, 0)  # fmt: skip
+        kept = broadcast(1 - (share.detach() if detach else share), labels)
+        out = kept.unsqueeze(-1) * out + broadcast(share.unsqueeze(-1) * found.out.squeeze(3), labels)
         return Attended(out, lse + broadcast(F.softplus(odds), labels))
     # The keys of a far part act as one: with their mean as the key, its logit is the tangent of their log-sum-exp at
     # the centroid; with a zero key, that log-sum-exp itself.
     key = found.mean_key.to(k.dtype) if mass == "tangent" else torch.zeros_like(c).unsqueeze(3)
     level = level - (wide(c).unsqueeze(3) * wide(key)).sum(-1) * scale
     out, lse = _fine(
-        q, torch.cat([keys, key], 3), torch.cat([values, found.out.to(v.dtype)], 3), torch.cat([bias, level], 3),
-        found.slope, None if found.slope is None else c, labels, scale, near, per,
+        q, k, v, key, found.out.to(v.dtype), torch.cat([bias, level], 3),
+        found.slope, None if found.slope is None else c, at, labels, scale, per,
     )  # fmt: skip
     return Attended(out, lse)

@@ -15,19 +15,26 @@ from torch import Tensor
 from .. import tables
 from .._chunks import budget, spans, wide
 from ..merge import NEVER
+from ..rows import flat_index
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a cluster offers its queries: t near keys, then the far parts, each with a value and a bias."""
+    """What a cluster offers its queries: t near keys, taken where they lie, then p far parts; each with a bias."""
 
-    keys: Tensor  # (b h c t+p d)
-    values: Tensor  # (b h c t+p e)
+    k: Tensor  # (b hk m d)
+    v: Tensor  # (b hk m e)
+    near_at: Tensor  # (b h c t), any number where the bias is -inf
+    far_keys: Tensor  # (b h c p d)
+    far_values: Tensor  # (b h c p e)
     bias: Tensor  # (b h c t+p): added to the logits; -inf where there is no key
-    near: int  # t: those behind it are far
     slope: Tensor | None  # (b h blocks d e)
     c: Tensor | None  # (b h c d): the centroids from which the slope is taken
     per: int  # clusters of one block; 0: there is one block
+
+    @property
+    def near(self) -> int:
+        return self.near_at.shape[3]
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,11 @@ class Piece:
     rows: Tensor  # (g s) into (b h n), any row for an empty seat
     real: Tensor  # (g s)
     cluster: Tensor  # (g) into (b h c)
+    at: Tensor  # (g t) into (b hk m): the near keys
     x: Tensor  # (g s d)
-    keys: Tensor  # (g t d)
-    values: Tensor  # (g t e)
-    logits: Tensor  # (g s t), -inf where unseen
+    keys: Tensor  # (g t+p d)
+    values: Tensor  # (g t+p e)
+    logits: Tensor  # (g s t+p), -inf where unseen
 
 
 def _tile(n: int, clusters: int) -> int:
@@ -50,7 +58,7 @@ def _tile(n: int, clusters: int) -> int:
 
 
 def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[Piece]:
-    (b, h, n, d), (c, t) = q.shape, offer.keys.shape[2:4]
+    (b, h, n, d), (hk, m, e), (c, t) = q.shape, offer.v.shape[1:], offer.bias.shape[2:]
     seats = _tile(n, c)
     table, first = tables.tiles(labels, c, seats)
     lead, g = b * h, table.shape[2]
@@ -61,8 +69,9 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     cluster = tables.family_of(first, g).view(lead, g) + head * c
     table = table.view(lead, g, seats)
     rows = table.clamp(min=0) + head.unsqueeze(-1) * n
-    x_rows, keys, values = q.reshape(-1, d), offer.keys.flatten(0, 2), offer.values.flatten(0, 2)
-    bias = offer.bias.flatten(0, 2)
+    x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
+    near = flat_index(offer.near_at, hk, m).flatten(0, 2)
+    far_keys, far_values, bias = (x.flatten(0, 2) for x in (offer.far_keys, offer.far_values, offer.bias))
     most = max(1, budget(q) // (seats * max(t, d) + t * d))
     pieces = (
         (slice(one * h + heads.start, one * h + heads.stop), tiles)
@@ -74,9 +83,16 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
         mine, theirs = rows[heads, tiles].flatten(0, 1), cluster[heads, tiles].flatten()
         real = (table[heads, tiles] >= 0).flatten(0, 1)
         x = wide(x_rows.index_select(0, mine.flatten())).view(*mine.shape, d)
-        k, v = wide(keys.index_select(0, theirs)), wide(values.index_select(0, theirs))
+        at = near.index_select(0, theirs)
+        k, v = _both(k_rows, at, far_keys, theirs), _both(v_rows, at, far_values, theirs)
         logits = torch.baddbmm(bias.index_select(0, theirs).unsqueeze(1), x, k.mT, alpha=scale)
-        yield Piece(heads, mine, real, theirs, x, k, v, logits)
+        yield Piece(heads, mine, real, theirs, at, x, k, v, logits)
+
+
+def _both(rows: Tensor, at: Tensor, far: Tensor, cluster: Tensor) -> Tensor:
+    """The near rows of each tile, then the far ones of its cluster: (g t+p width)."""
+    near = rows.index_select(0, at.flatten()).view(*at.shape, rows.shape[-1])
+    return wide(torch.cat([near, far.index_select(0, cluster)], 1) if far.shape[1] else near)
 
 
 def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
@@ -97,13 +113,13 @@ def _times(x: Tensor, p: Piece, slope: Tensor, offer: Offer, scale: float) -> Te
 
 def _block(p: Piece, offer: Offer) -> Tensor:
     """The block of each tile's cluster, counted over all heads: (g)."""
-    clusters = offer.keys.shape[2]
+    clusters = offer.bias.shape[2]
     blocks = -(-clusters // offer.per)
     return p.cluster // clusters * blocks + p.cluster % clusters // offer.per
 
 
 def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
-    (b, h, n, _), e = q.shape, offer.values.shape[-1]
+    (b, h, n, _), e = q.shape, offer.v.shape[-1]
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(b * h * n + 1, e, dtype=acc, device=q.device)  # one more row for empty seats
     lse = torch.full((b * h * n + 1,), NEVER, dtype=acc, device=q.device)
@@ -122,50 +138,71 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
     return out[:-1].view(b, h, n, e), lse[:-1].view(b, h, n)
 
 
+@dataclass(frozen=True)
+class FineGradients:
+    """Of everything that is offered, and of the queries; None where there is no slope."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    far_keys: Tensor
+    far_values: Tensor
+    bias: Tensor
+    slope: Tensor | None
+    c: Tensor | None
+
+
 def backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, labels: Tensor, offer: Offer, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, the centroids, keys, values, bias and slope."""
+) -> FineGradients:
     (b, h, n, d), e, acc = q.shape, out.shape[-1], lse.dtype
     delta = (d_out * out).sum(-1)
     delta = (delta if d_lse is None else delta - d_lse).reshape(-1)
     flat_lse = torch.where(lse == NEVER, 0.0, lse).reshape(-1)
     d_rows = d_out.reshape(-1, e)
     dq = torch.zeros(b * h * n + 1, d, dtype=acc, device=q.device)
-    d_keys, d_values, d_bias = (
-        torch.zeros(x.shape, dtype=acc, device=q.device).flatten(0, 2) for x in (offer.keys, offer.values, offer.bias)
+
+    def nothing(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=acc, device=q.device).flatten(0, 2)
+
+    dk, dv, d_far_keys, d_far_values, d_bias = map(
+        nothing, (offer.k, offer.v, offer.far_keys, offer.far_values, offer.bias)
     )
     d_slope = d_c = None
     if offer.slope is not None and offer.c is not None:
-        d_slope = torch.zeros(offer.slope.shape, dtype=acc, device=q.device).flatten(0, 2)
-        d_c = torch.zeros(offer.c.shape, dtype=acc, device=q.device).flatten(0, 2)
+        d_slope, d_c = nothing(offer.slope), nothing(offer.c)
     for p in _pieces(q, labels, offer, scale):
-        real = p.real.unsqueeze(-1)
+        real, at, near = p.real.unsqueeze(-1), p.at.flatten(), offer.near
         dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
         weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER).exp_()
         ds = torch.bmm(dy, p.values.mT)
         d_apart = None
         if offer.slope is not None and d_slope is not None and d_c is not None:
             moved, apart = _moved(p, offer, scale)
-            far = weights[..., offer.near :].sum(-1, keepdim=True)
-            ds[..., offer.near :] += (dy * moved).sum(-1, keepdim=True)
+            far = weights[..., near:].sum(-1, keepdim=True)
+            ds[..., near:] += (dy * moved).sum(-1, keepdim=True)
             pulled = dy * (far * scale)
             d_apart = _times(dy * far, p, offer.slope.mT, offer, scale)
             _add_outer(d_slope, apart, pulled, p, offer)
             d_c.index_add_(0, p.cluster, d_apart.sum(1), alpha=-1)
         ds = ds.sub_((delta[p.rows].unsqueeze(-1)) * real).mul_(weights)
-        d_values.index_add_(0, p.cluster, torch.bmm(weights.mT, dy))
         d_bias.index_add_(0, p.cluster, ds.sum(1))
+        values = torch.bmm(weights.mT, dy)
+        dv.index_add_(0, at, values[:, :near].reshape(-1, e))
+        d_far_values.index_add_(0, p.cluster, values[:, near:])
         ds.mul_(scale)
-        d_keys.index_add_(0, p.cluster, torch.bmm(ds.mT, p.x))
+        keys = torch.bmm(ds.mT, p.x)
+        dk.index_add_(0, at, keys[:, :near].reshape(-1, d))
+        d_far_keys.index_add_(0, p.cluster, keys[:, near:])
         mine = torch.bmm(ds, p.keys)
         rows = torch.where(p.real, p.rows, b * h * n).flatten()
         dq[rows] = (mine if d_apart is None else mine + d_apart).view(-1, d)
-    return (
-        dq[:-1].view(b, h, n, d),
-        None if d_c is None or offer.c is None else d_c.view(offer.c.shape), d_keys.view(offer.keys.shape),
-        d_values.view(offer.values.shape), d_bias.view(offer.bias.shape),
+    return FineGradients(
+        dq[:-1].view(b, h, n, d), dk.view(offer.k.shape), dv.view(offer.v.shape),
+        d_far_keys.view(offer.far_keys.shape), d_far_values.view(offer.far_values.shape),
+        d_bias.view(offer.bias.shape),
         None if d_slope is None or offer.slope is None else d_slope.view(offer.slope.shape),
+        None if d_c is None or offer.c is None else d_c.view(offer.c.shape),
     )  # fmt: skip
 
 

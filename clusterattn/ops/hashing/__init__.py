@@ -15,7 +15,13 @@ from .. import _backends, draw
 from .._backends import REFERENCE, serving
 from .._chunks import wide
 from .._op import op
-from . import reference
+
+
+def _plain() -> Any:
+    """The reference, when somebody needs it."""
+    from . import reference
+
+    return reference
 
 
 @op("directions")
@@ -155,14 +161,14 @@ def scores(
     if name != REFERENCE:
         found: tuple[Tensor, Tensor] = _scores(q, k, drawn, valid_q, valid_k, lifted, name)
         return found
-    return reference.scores(q, k, drawn, valid_q, valid_k, lifted)
+    return _plain().scores(q, k, drawn, valid_q, valid_k, lifted)
 
 
 def lifts(
     q: Tensor, k: Tensor, valid_q: Tensor | None, valid_k: Tensor | None, *, backend: str = "reference"
 ) -> tuple[Tensor, Tensor]:
     """The extra coordinate of each query (b h n) and key (b h m) that brings all of a head to one norm; see scores."""
-    return reference.lifts(q, k, valid_q, valid_k)
+    return _plain().lifts(q, k, valid_q, valid_k)
 
 
 def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None = None, *, backend: str = "reference") -> Tensor:
@@ -175,7 +181,7 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None = None, *, backend
     if name != REFERENCE:
         hashes: Tensor = _polytope(x, drawn, buckets, name)
         return hashes
-    return reference.polytope(x, drawn, buckets)
+    return _plain().polytope(x, drawn, buckets)
 
 
 def balanced(
@@ -188,7 +194,7 @@ def balanced(
     if name != REFERENCE:
         seats: tuple[Tensor, Tensor] = _balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats, name)
         return seats
-    return reference.balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
+    return _plain().balanced(score_q, score_k, valid_q, valid_k, q_seats, k_seats)
 
 
 def chunked(hashes: Tensor, valid: Tensor | None, *, chunk: int, backend: str = "reference") -> tuple[Tensor, Tensor]:
@@ -198,11 +204,11 @@ def chunked(hashes: Tensor, valid: Tensor | None, *, chunk: int, backend: str = 
     if name != REFERENCE:
         seats: tuple[Tensor, Tensor] = _chunked(hashes, valid, chunk, name)
         return seats
-    return reference.chunked(hashes, valid, chunk)
+    return _plain().chunked(hashes, valid, chunk)
 
 
 def unit(x: Tensor, *, backend: str = "reference") -> Tensor:
     """Rows of length 1, in x's own dtype."""
     name = serving("unit", backend, x)
-    rows: Tensor = reference.unit(x) if name == REFERENCE else _unit(x, name)
+    rows: Tensor = _plain().unit(x) if name == REFERENCE else _unit(x, name)
     return rows
