@@ -95,6 +95,21 @@ def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: boo
         assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
 
 
+def test_a_slope_too_wide_to_hold_is_walked_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clusterattn.ops.coarse import backward_kernels
+
+    x, keep, d_out = inputs((1, 2, 1, 30, 40, 48, 40), torch.float32)
+    groups = ca.groups(*x, method=NOT_CAUSAL[0], key_mask=keep, backend="reference")
+    found = []
+    for whole in (1 << 20, 0):
+        monkeypatch.setattr(backward_kernels, "WHOLE_SLOPE", whole)
+        mine = [t.clone().requires_grad_() for t in x]
+        out = ca.attention(*mine, method=NOT_CAUSAL[0], key_mask=keep, groups=groups, backend="triton")
+        found.append(torch.autograd.grad(out, mine, d_out))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("start", ["random", "far"])
 @pytest.mark.parametrize("metric", ["hamming", "euclid", "keys"])
 def test_groups_are_equally_good(metric: str, start: str) -> None:

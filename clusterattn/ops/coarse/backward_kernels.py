@@ -18,6 +18,8 @@ from .reference import Reach
 from .slope import _near_down
 from .slope_backward import Rows, pulled_rows
 
+WHOLE_SLOPE = 1 << 15  # bytes that are held at once beside a tile of keys
+
 
 @jit
 def prepare_kernel(
@@ -106,10 +108,11 @@ def coarse_bwd_kv_kernel(
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the keys of one part. SLOPE (one block): what the gradient of the slope asks of them as well."""
+    """A tile of the keys of one part. SLOPE (one block): what the gradient of the slope asks of them as well. BV: by so
+    many of its columns, then rows; 0: all at once."""
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = place // kv_heads, place % kv_heads
@@ -167,16 +170,41 @@ def coarse_bwd_kv_kernel(
             if TANGENT:
                 dk += tl.dot(p.to(k.dtype), dm, input_precision=PRECISION)
         if SLOPE:
-            kappa = tl.load(K + batch * skb + kv_head * skh + dims, mask=dims < d, other=0.0).to(tl.float32)
-            nu = tl.load(V + batch * svb + kv_head * svh + values, mask=values < e, other=0.0).to(tl.float32)
-            turned = tl.load(
-                D_SLOPE + (lead * d + dims[:, None]) * e + values[None, :],
-                mask=(dims < d)[:, None] & (values < e)[None, :], other=0.0,
-            ).to(k.dtype)  # fmt: skip
-            x = ((k.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
-            y = ((v.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
-            dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
-            dv += tl.dot(x, turned, input_precision=PRECISION)
+            k_base, v_base = K + batch * skb + kv_head * skh, V + batch * svb + kv_head * svh
+            slope = D_SLOPE + lead * d * e
+            if BV == 0:
+                kappa = tl.load(k_base + dims, mask=dims < d, other=0.0).to(tl.float32)
+                nu = tl.load(v_base + values, mask=values < e, other=0.0).to(tl.float32)
+                turned = tl.load(
+                    slope + dims[:, None] * e + values[None, :], mask=(dims < d)[:, None] & (values < e)[None, :],
+                    other=0.0,
+                ).to(k.dtype)  # fmt: skip
+                x = ((k.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
+                y = ((v.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+                dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
+                dv += tl.dot(x, turned, input_precision=PRECISION)
+            else:
+                some = tl.arange(0, BV)
+                for column in range(0, e, BV):
+                    long = column + some < e
+                    y = tl.load(v_base + at * svm + column + some[None, :], mask=(at < m) & long[None, :], other=0.0)
+                    nu = tl.load(v_base + column + some, mask=long, other=0.0).to(tl.float32)
+                    turned = tl.load(
+                        slope + dims[:, None] * e + column + some[None, :], mask=(dims < d)[:, None] & long[None, :],
+                        other=0.0,
+                    ).to(k.dtype)  # fmt: skip
+                    y = ((y.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+                    dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
+                for line in range(0, d, BV):
+                    wide = line + some < d
+                    x = tl.load(k_base + at * skm + line + some[None, :], mask=(at < m) & wide[None, :], other=0.0)
+                    kappa = tl.load(k_base + line + some, mask=wide, other=0.0).to(tl.float32)
+                    turned = tl.load(
+                        slope + (line + some[:, None]) * e + values[None, :],
+                        mask=wide[:, None] & (values < e)[None, :], other=0.0,
+                    ).to(k.dtype)  # fmt: skip
+                    x = ((x.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
+                    dv += tl.dot(x, turned, input_precision=PRECISION)
     out = (place * m + key)[:, None]
     tl.store(DK + out * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=mine[:, None] & (dims[None, :] < d))
     tl.store(DV + out * e + values[None, :], dv.to(DV.dtype.element_ty), mask=mine[:, None] & (values[None, :] < e))
@@ -309,11 +337,12 @@ def backward(
         "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
     dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
+    some = 0 if tile["BD"] * tile["BE"] * k.element_size() <= WHOLE_SLOPE else 32
     key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
-        num_stages=1, BP=power(parts + 1, least=1), **flags, **tile,
+        num_stages=1, BP=power(parts + 1, least=1), BV=some, **flags, **tile,
     )  # fmt: skip
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
