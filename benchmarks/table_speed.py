@@ -71,6 +71,11 @@ def box() -> str:
         eager = eager_time(row)
         if eager is not None:
             lines.append((row, row["n"], eager, error, f"{data}, eager"))
+    for row in rows("eager"):
+        if row["method"] == "refined" and row["pass"] == "forward":
+            data = data_of(row)
+            lines.append((row, row["n"], row["seconds"] / row["sdpa_seconds"], "–", f"{data}, eager"))
+            lines.append((row, row["n"], 1 / row["graph_speedup"], "–", f"{data}, CUDA graph"))
     for row in rows("tabpfn"):
         if row["method"] == "refined/exact" and row.get("device") == "cuda":
             lost = 100 * (row.get("accuracy") or 0) - 100 * (row.get("exact_accuracy") or 0)

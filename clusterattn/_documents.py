@@ -21,6 +21,7 @@ from ._errors import bad_type, bad_value
 from ._types import Call, Method
 from .methods import Auto, Exact
 from .methods.budgets import Shape
+from .methods.exact import attend_packed, packs, plain
 
 FEW = 64  # documents of up to so many tokens are of similar length
 STEP = 1.25  # so are others, where the longest has less than so many times the tokens of the shortest
@@ -110,7 +111,7 @@ def by_document(
     aligned = causal or recipe.positional
     recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, similar(documents, aligned))
     square = not causal or all(documents.queries[i] == documents.keys[i] for i in exact)
-    packed = square and not lse and Exact().packs(q, v, more["dropout_p"])
+    packed = square and not lse and packs(q, v, more["dropout_p"])
     places = places_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
     q, k, v = places.queries(q), places.keys(k), places.keys(v)
     points = None if points is None else places.queries(points.unsqueeze(0))
@@ -118,11 +119,11 @@ def by_document(
     for batch in places.batches:
         if batch.starts is not None:
             parts = q[:, batch.queries], k[:, batch.keys], v[:, batch.keys]
-            answers.append((Exact().attend_packed(*parts, batch.starts, documents.longest, causal, more["scale"]),))
+            answers.append((attend_packed(*parts, batch.starts, documents.longest, causal, more["scale"]),))
             continue
         rows = batch.rows(q, batch.queries), batch.rows(k, batch.keys), batch.rows(v, batch.keys)
         if batch.exact and square and not lse and rows[1].shape[2]:
-            answer = Exact().plain(*rows, causal, more["scale"], more["dropout_p"])
+            answer = plain(*rows, causal, more["scale"], more["dropout_p"])
         else:
             answer = attention(
                 *rows, method=Exact() if batch.exact else recipe, causal=causal, return_lse=lse,

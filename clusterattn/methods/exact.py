@@ -31,67 +31,10 @@ class Exact(Method):
         else:
             mask, blind = self._dense_mask(q, call)
         causal = call.mask.causal and mask is None
-        out = self.plain(q, k, v, causal, call.scale, call.dropout_p, mask)
+        out = plain(q, k, v, causal, call.scale, call.dropout_p, mask)
         if blind is not None:
             out = out.masked_fill(blind, 0.0)
         return Attended(out, self._dense_lse(q, k, mask, blind, call) if call.lse else out.new_zeros(out.shape[:3]))
-
-    def plain(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_p: float, mask: Tensor | None = None
-    ) -> Tensor:
-        """SDPA, causal where there are as many queries as keys.
-
-        Args:
-            q: queries (b h n d)
-            k: keys (b hk m d)
-            v: values (b hk m e)
-            causal: the last query beside the last key
-            scale: of the logits
-            dropout_p: of the weights
-            mask: what is added to the logits, or which of them are kept; None: neither
-        """
-        grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p, scale=scale, enable_gqa=grouped
-        )
-
-    def packs(self, q: Tensor, v: Tensor, dropout_p: float) -> bool:
-        """Does torch's own attention over packed documents serve such a call? Where it does, it is the fastest.
-
-        Args:
-            q: packed queries
-            v: packed values
-            dropout_p: of the weights
-        """
-        d, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
-        fits = q.is_cuda and half and d == v.shape[-1] and d % 8 == 0 and d <= 256 and dropout_p == 0.0
-        allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        return fits and allowed and torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-    def attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        """Documents one behind the other, q (h tokens d); in a causal call each has as many queries as keys.
-
-        Args:
-            q: queries, documents one behind the other
-            k: keys
-            v: values
-            starts: where documents begin, of queries and of keys
-            longest: of the queries and of the keys of a document
-            causal: a document's last query stands beside its last key
-            scale: of the logits
-        """
-        from torch.nn.attention.varlen import varlen_attn  # imports the compiler
-
-        if k.shape[0] != q.shape[0]:  # it knows of grouped heads from torch 2.12 on
-            k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        window = (-1, 0) if causal else (-1, -1)
-        out = varlen_attn(q, k, v, *starts, *longest, scale=scale, window_size=window)
-        assert isinstance(out, Tensor)
-        return out.transpose(0, 1)
 
     def _future(self, call: Call, device: torch.device) -> Tensor:
         query_at = torch.arange(call.mask.n, device=device) + call.mask.offset
@@ -131,3 +74,37 @@ def pairs(n: int, m: int, causal: bool) -> int:
         return n * m
     few = min(n, m)
     return n * max(m - n, 0) + few * (few + 1) // 2
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout_p: float, mask: Tensor | None = None
+) -> Tensor:
+    """SDPA, causal where there are as many queries as keys."""
+    grouped = True if k.shape[1] != q.shape[1] else False  # noqa: SIM210  a plain bool, also for symbolic shapes
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout_p, scale=scale, enable_gqa=grouped
+    )
+
+
+def packs(q: Tensor, v: Tensor, dropout_p: float) -> bool:
+    """Does torch's own attention over packed documents serve such a call? Where it does, it is the fastest."""
+    d, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
+    fits = q.is_cuda and half and d == v.shape[-1] and d % 8 == 0 and d <= 256 and dropout_p == 0.0
+    allowed: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return fits and allowed and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], causal: bool,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Documents one behind the other, q (h tokens d); in a causal call each has as many queries as keys."""
+    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
+
+    if k.shape[0] != q.shape[0]:  # it knows of grouped heads from torch 2.12 on
+        k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    out = varlen_attn(q, k, v, *starts, *longest, scale=scale, window_size=window)
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 import clusterattn as ca
 from clusterattn import _documents
 from clusterattn.methods.budgets import Shape
+from clusterattn.methods.exact import packs
 
 LENGTHS = [5, 12, 1, 0, 12, 3, 70, 64, 78]  # up to 64 share a batch; 70 and 78 another
 REFINED = laws.BY_NAME["refined-both"].method
@@ -161,7 +162,7 @@ def test_on_a_gpu(name: str, causal: bool, hk: int) -> None:
     x = Inputs(*(t[0].transpose(0, 1).cuda() for t in x.tensors)).leaves()
     at = starts(lengths).cuda()
     if name == "exact":
-        assert ca.Exact().packs(x.q, x.v, 0.0)
+        assert packs(x.q, x.v, 0.0)
     got = ca.varlen_attention(*x.tensors, at, method=method, causal=causal)
     wanted = loop(x, at.cpu(), method=method, causal=causal)[0]
     close(got.cpu(), wanted.cpu())
