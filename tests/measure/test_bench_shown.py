@@ -184,12 +184,10 @@ def a_model_row(method: str, settings: dict[str, Any], share: float, hidden: flo
     }  # fmt: skip
 
 
-def test_the_bars_of_a_pretrained_model_and_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan of tune counts as ours does; a row from before there were parts is named by what it did."""
+def test_the_bars_of_a_pretrained_model_and_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of tune counts as ours does."""
     pytest.importorskip("tqdm")
-    bench, tables = script("pretrained"), script("readme_tables")
+    bench = script("pretrained")
     old = {"method": "refined", "clusters": 25, "top": 32, "steps": 5, "start": "far", "block": 256}
     rows = [
         a_model_row("exact", {"method": "exact"}, 1.0, 0.0, seconds=2.0, exact_seconds=2.0),
@@ -203,11 +201,6 @@ def test_the_bars_of_a_pretrained_model_and_its_time(
     assert "MET   hidden-state error ≤ 0.15 at ≤ 27%: tuned:tolerance=0.14 at 25.0%" in shown
     assert "MISSED  embeddings' cosine distance" in shown
     assert any(line.split()[:2] == ["25.0%", "1.50"] for line in shown.splitlines())
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    text = tables.TABLES["pretrained-minilm"]()
-    assert "| `refined:clusters=25,steps=5,start=far,top=32,parts=1,slope=False` | 32% | – |" in text
-    assert "| `tuned:tolerance=0.14` | 25% | 1.50 |" in text
-    assert "0.0039 at 25%, time × 1.50" in tables.TABLES["pretrained"]()
 
 
 def test_what_is_tuned_on_is_not_judged() -> None:
