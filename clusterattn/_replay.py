@@ -24,6 +24,7 @@ from torch.autograd import Function, forward_ad
 
 from ._types import Method
 from .methods import Exact
+from .methods.auto import times_kept
 from .ops._jit import INTERPRETING
 from .ops._launch import ALIGNED
 
@@ -67,7 +68,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
     grad = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
     key = (
         settings, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype, device,
-        k.device, v.device, grad, 0 if cuda else torch.get_num_threads(),
+        k.device, v.device, grad, 0 if cuda else torch.get_num_threads(), times_kept(),
     )  # fmt: skip
     found = _known.get(key)
     if found is None:

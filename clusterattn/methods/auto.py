@@ -142,7 +142,16 @@ def keep(entries: list[dict[str, Any]]) -> Path:
     path = write_whole(_user_file(), json.dumps({"version": 1, "entries": kept + entries}, indent=1) + "\n")
     _entries.cache_clear()
     _predicted.cache_clear()
+    _kept.append(path)
     return path
+
+
+_kept: list[Path] = []
+
+
+def times_kept() -> int:
+    """How often constants were stored in this process: a choice made before may not be today's."""
+    return len(_kept)
 
 
 @lru_cache(maxsize=8)
