@@ -74,7 +74,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
     if found is None:
         if len(_known) >= MOST:
             _known.clear()
-        found = _known[key] = Known(cuda)
+        found = _known[key] = Known(cuda or (INTERPRETING and settings[3] == "triton"))
     return found
 
 
@@ -85,10 +85,10 @@ def _dense(x: Tensor) -> bool:
 class Known:
     """What is known of the calls of one kind."""
 
-    __slots__ = ("_cuda", "_exact", "_refused", "_seed", "_tape", "joint", "ordinary")
+    __slots__ = ("_by_kernels", "_exact", "_refused", "_seed", "_tape", "joint", "ordinary")
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda, self._refused = cuda, False
+    def __init__(self, by_kernels: bool) -> None:
+        self._refused, self._by_kernels = False, by_kernels
         self._exact: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self._tape: Any = None
         self._seed = 0  # of a tape that holds it
@@ -104,7 +104,7 @@ class Known:
     ) -> None:
         """An ordinary call went well: the next one need not be."""
         self.ordinary = ordinary
-        self._refused = isinstance(recipe, Exact) or not (self._cuda or INTERPRETING) or 0 in q.shape or 0 in k.shape
+        self._refused = isinstance(recipe, Exact) or not self._by_kernels or 0 in q.shape or 0 in k.shape
         if isinstance(recipe, Exact) and not lse and (not causal or q.shape[2] == k.shape[2]) and 0 not in k.shape:
             self._exact = partial(
                 F.scaled_dot_product_attention, is_causal=bool(causal), scale=scale,
@@ -147,7 +147,7 @@ class Known:
 
     def _refuse(self, reason: Exception) -> None:
         self._refused = True
-        logging.getLogger("clusterattn").info("calls of this kind are not replayed: %s", reason)
+        logging.getLogger("clusterattn").debug("calls of this kind are not replayed: %s", reason)
 
     def forward(self, inputs: Sequence[Tensor], seed: int) -> tuple[list[Tensor], Any, Any]:
         """Outputs, the tape that made them, and what it keeps for backward: the latest that knows one."""

@@ -133,7 +133,7 @@ def test_importing_the_core_imports_no_extra() -> None:
 # ---- what an import brings -----------------------------------------------------------------------
 
 ATTENTION = ("ops", "methods")  # folders that attention is made of
-FILES = {"", "_attention", "_types", "_errors", "_version", "_moved"}
+FILES = {"", "_attention", "_checks", "_replay", "_types", "_errors", "_version", "_moved"}
 
 
 def brought() -> list[str]:

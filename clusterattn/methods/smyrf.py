@@ -79,21 +79,27 @@ class Smyrf(Method):
         return answer
 
     def _meetings(self, groups: Buckets, n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each round: the bucket of every query as a half-open span, and the bucket of every key."""
-        b, h, g, _ = groups.queries.shape
-        each = g // self.rounds
-        at = torch.arange(each, device=groups.queries.device).view(1, 1, 1, each, 1)
+        """For each round: the half-open span of ranks of the keys in every query's bucket, and the rank of every key.
 
-        def home(table: Tensor, length: int) -> Tensor:
-            seats = table.view(b, h, self.rounds, each, table.shape[-1])
-            where = torch.full((b, h, self.rounds, length + 1), -1, dtype=torch.int64, device=table.device)
-            index = torch.where(seats < 0, length, seats).flatten(3)
-            return where.scatter(3, index, at.expand_as(seats).flatten(3))[..., :length]
+        A bucket holds neighbours in the order of the scores. With fewer keys than buckets they share keys; a key's rank
+        is its first seat, so that ranks keep the order and each pair is counted where it meets."""
+        (b, h, g, s), z = groups.queries.shape, groups.keys.shape[-1]
+        each, device = g // self.rounds, groups.queries.device
+        shape, nobody = (b, h, self.rounds), each * z  # a rank beyond all
 
-        mine = home(groups.queries, n)
-        # Keys are shared between neighbouring buckets only when there are fewer keys than buckets; a pair met in such a
-        # bucket still counts at least once.
-        return mine, torch.where(mine < 0, mine, mine + 1), home(groups.keys, m)
+        keys = groups.keys.reshape(*shape, nobody)
+        seat, key = torch.arange(nobody, device=device).expand_as(keys), torch.where(keys < 0, m, keys)
+        rank = torch.full((*shape, m + 1), nobody, device=device).scatter_reduce(3, key, seat, "amin")
+        ranks = rank.gather(3, key).view(*shape, each, z)
+        seated = (keys >= 0).view(*shape, each, z)
+        low, high = torch.where(seated, ranks, nobody).amin(-1), torch.where(seated, ranks + 1, 0).amax(-1)
+
+        queries = groups.queries.reshape(*shape, each * s)
+        bucket = torch.arange(each, device=device).repeat_interleave(s).expand_as(queries)
+        home = torch.full((*shape, n + 1), -1, device=device)
+        home = home.scatter(3, torch.where(queries < 0, n, queries), bucket)[..., :n]
+        span = [torch.where(home < 0, 0, side.gather(3, home.clamp(min=0))) for side in (low, high)]
+        return span[0], span[1], rank[..., :m].contiguous()
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         most = max(-(-n // self.q_seats), -(-m // self.k_seats))

@@ -168,7 +168,7 @@ def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> t
         constants = tuple(flags[name] for name in kernel.arg_names[given:])
         head = compiled.packed_metadata, None, None, None  # launch metadata and hooks
         launcher = compiled.run
-        if launcher.global_scratch_size == 0 and launcher.profile_scratch_size == 0:
+        if getattr(launcher, "global_scratch_size", 1) == getattr(launcher, "profile_scratch_size", 1) == 0:
             # what the launcher's own __call__ does where a kernel asks for no memory
             cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
             return launcher.launch, compiled.function, (cooperative, dependent, None, None, *head), constants

@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if any(tag in func.tags for tag in _REFUSED):
+        if any(tag in func.tags for tag in _REFUSED) and not _by_position(func, args):
             raise CannotRecord(f"{func} does not follow from shapes")
         if func._schema.name in _EMPTY:
             found = func(*args, **named)
@@ -188,6 +188,11 @@ def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(x, dict):
         return {name: _mapped(each, function) for name, each in x.items()}
     return type(x)(_mapped(each, function) for each in x) if type(x) in (tuple, list) else x
+
+
+def _by_position(func: Any, args: Any) -> bool:
+    """Indexing, as long as no mask says how many come out."""
+    return func is torch.ops.aten.index.Tensor and all(x is None or x.dtype == torch.int64 for x in args[1])
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -356,16 +361,12 @@ class Half:
     ) -> None:  # fmt: skip
         """A step that takes tensors."""
         function, args, named, results = step
-        given = [
-            _tensor(x, inputs, made) if type(x) is Lies else x if type(x) is not list else _given(x, inputs, made)
-            for x in args
-        ]  # fmt: skip
+        given = [_given(x, inputs, made) for x in args]
         if type(function) is Launch:
             loose = halves if isinstance(function.loose, Halves) else function.loose
             ordinary(function.kernel, function.grid, given, function.numbers, loose, function.flags)
             return
-        named = {name: _tensor(x, inputs, made) if type(x) is Lies else x for name, x in named.items()}
-        found = function(*given, **named)
+        found = function(*given, **{name: _given(x, inputs, made) for name, x in named.items()})
         for which, slot in results:
             made[slot] = mine = found[which] if type(found) in (tuple, list) else found
             for place, offset in self.moving.get(slot, ()):
@@ -402,7 +403,9 @@ def _tensor(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -
 
 
 def _given(x: Any, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Any:
-    return [_tensor(each, inputs, made) if type(each) is Lies else each for each in x]
+    if type(x) is Lies:
+        return _tensor(x, inputs, made)
+    return [_given(each, inputs, made) for each in x] if type(x) is list else x
 
 
 def _result(

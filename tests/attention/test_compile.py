@@ -241,7 +241,8 @@ def recorded() -> list[tuple[Any, tuple[Any, ...]]]:
 
 
 def test_every_op_is_used_by_some_method(recorded: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    assert {op._schema.name.removeprefix("clusterattn::") for op, _ in recorded} == ops()
+    of_documents = {"by_document", "by_document_backward"}  # a compiled packed call: tests/attention/test_varlen.py
+    assert {op._schema.name.removeprefix("clusterattn::") for op, _ in recorded} == ops() - of_documents
 
 
 def wanting_gradient(arg: Any) -> Any:

@@ -355,7 +355,7 @@ def test_the_first_reading_is_what_it_was() -> None:
     )
     everything = {field.name for field in dataclasses.fields(ca.ClusterFormer)} - {"clusters", "blocks"}
     assert all(settings.keys() == everything for settings in READINGS.values())
-    assert ca.method(reading(CHOSEN)) == ca.ClusterFormer()  # the one chosen is the default
+    assert ca.method(reading(CHOSEN)) == ca.ClusterFormer(spread=True)  # the default, its points standardised
     assert len({reading(label) for label in READINGS}) == len(READINGS)
 
 

@@ -184,23 +184,23 @@ def coarse_bwd_kv_kernel(
                 dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
                 dv += tl.dot(x, turned, input_precision=PRECISION)
             else:
-                some = tl.arange(0, BV)
+                strip = tl.arange(0, BV)
                 for column in range(0, e, BV):
-                    long = column + some < e
-                    y = tl.load(v_base + at * svm + column + some[None, :], mask=(at < m) & long[None, :], other=0.0)
-                    nu = tl.load(v_base + column + some, mask=long, other=0.0).to(tl.float32)
+                    long = column + strip < e
+                    y = tl.load(v_base + at * svm + column + strip[None, :], mask=(at < m) & long[None, :], other=0.0)
+                    nu = tl.load(v_base + column + strip, mask=long, other=0.0).to(tl.float32)
                     turned = tl.load(
-                        slope + dims[:, None] * e + column + some[None, :], mask=(dims < d)[:, None] & long[None, :],
+                        slope + dims[:, None] * e + column + strip[None, :], mask=(dims < d)[:, None] & long[None, :],
                         other=0.0,
                     ).to(k.dtype)  # fmt: skip
                     y = ((y.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
                     dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
                 for line in range(0, d, BV):
-                    wide = line + some < d
-                    x = tl.load(k_base + at * skm + line + some[None, :], mask=(at < m) & wide[None, :], other=0.0)
-                    kappa = tl.load(k_base + line + some, mask=wide, other=0.0).to(tl.float32)
+                    wide = line + strip < d
+                    x = tl.load(k_base + at * skm + line + strip[None, :], mask=(at < m) & wide[None, :], other=0.0)
+                    kappa = tl.load(k_base + line + strip, mask=wide, other=0.0).to(tl.float32)
                     turned = tl.load(
-                        slope + (line + some[:, None]) * e + values[None, :],
+                        slope + (line + strip[:, None]) * e + values[None, :],
                         mask=wide[:, None] & (values < e)[None, :], other=0.0,
                     ).to(k.dtype)  # fmt: skip
                     x = ((x.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
@@ -337,12 +337,12 @@ def backward(
         "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
     }  # fmt: skip
     dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
-    some = 0 if tile["BD"] * tile["BE"] * k.element_size() <= WHOLE_SLOPE else 32
+    strip = 0 if tile["BD"] * tile["BE"] * k.element_size() <= WHOLE_SLOPE else 32
     key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
-        num_stages=1, BP=power(parts + 1, least=1), BV=some, **flags, **tile,
+        num_stages=1, BP=power(parts + 1, least=1), BV=strip, **flags, **tile,
     )  # fmt: skip
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
