@@ -243,11 +243,8 @@ class Half:
             if slot.kind == MEMORY and begin <= slot.first < end and i not in kept and i not in own
         ]  # fmt: skip
         self.offsets, self.scratch = _laid_out(mine)
-        self.results = [
-            (where.slot, where)
-            for where in outputs
-            if where.slot is not None and self.slots[where.slot].kind == MEMORY
-        ]
+        made = [(where.slot, where) for where in outputs if where.slot is not None]
+        self.results = [(slot, where) for slot, where in made if self.slots[slot].kind == MEMORY]
         # Addresses: an input's, or an offset in scratch or kept memory, or a tensor's. The table of a play is made of
         # (which of these bases, offset).
         self.inputs = len(recorder.inputs)
