@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "jit", "power", "precision", "registers", "rows", "tl",
-    "triton",
-    "why_no_kernels",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "jit", "narrow", "power", "precision", "registers", "rows",
+    "tl", "triton", "why_no_kernels", "widths",
 ]  # fmt: skip
 
 try:
@@ -62,11 +61,24 @@ def power(x: int, least: int = 16) -> int:
     return max(least, 1 << (max(int(x), 1) - 1).bit_length())
 
 
+def widths(k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Of tiles that hold keys and values. Where they differ, Triton 3.6 reads matrices of both (the slope: 128 by 32)
+    from wrong places in shared memory when they are used as they are and transposed, unless their rows have 128 bytes
+    (on sm_90; found by compute-sanitizer)."""
+    d, e = power(k.shape[-1]), power(v.shape[-1])
+    least = 16 if d == e or INTERPRETING else 128 // k.element_size()
+    return max(d, least), max(e, least)
+
+
+def narrow(k: Tensor, v: Tensor) -> bool:
+    """A tile of keys and one of values leave room for more: half precision, heads of up to 64."""
+    return max(k.shape[-1], v.shape[-1]) <= 64 and k.element_size() == 2
+
+
 def registers(k: Tensor, v: Tensor) -> dict[str, int]:
     """A limit for kernels that wait for memory most of the time: three programs of four warps on a multiprocessor wait
     side by side, where the compiler would make room for two."""
-    narrow = max(k.shape[-1], v.shape[-1]) <= 64 and k.element_size() == 2
-    return {"maxnreg": 168} if narrow and k.is_cuda else {}
+    return {"maxnreg": 168} if narrow(k, v) and k.is_cuda else {}
 
 
 def rows(x: Tensor) -> Tensor:

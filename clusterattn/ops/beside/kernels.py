@@ -100,11 +100,13 @@ def beside(
     centres = torch.empty(b * hk, d + e + 1, dtype=dtype, device=k.device)
     out = torch.empty(b, hk, m, r + e, dtype=k.dtype, device=k.device)
     shape: dict[str, Any] = {"BD": power(d), "BE": power(e), "BR": power(r)}
+    # one program for a head, which waits for memory: few turns
+    many = max(32, min(128, 8192 // max(shape["BD"], shape["BE"])))
     launch(
         view_kernel, (b * hk,), (q, k, v, means.contiguous(), labels.contiguous(), queries_at, keys_at, view, centres),
         (n, means.shape[2], s, t, d, e, hk, group, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
          *queries_at.stride()[:2], *keys_at.stride()[:2]),
-        BS=power(s), BM=32, PRECISION="tf32", num_warps=4, **shape,
+        BS=power(s), BM=many, PRECISION="tf32", num_warps=8, **shape,
     )  # fmt: skip
     tile = 64 if k.element_size() == 2 else 16
     launch(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl
+from .._jit import jit, narrow, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
@@ -108,8 +108,8 @@ def coarse_bwd_kv_kernel(
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, PREFIX: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of the keys of one part. SLOPE (one block): what the gradient of the slope asks of them as well. BV: by so
     many of its columns, then rows; 0: all at once."""
@@ -146,14 +146,17 @@ def coarse_bwd_kv_kernel(
                 dm = tl.load(DM + far_row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
             lse, delta = tl.load(LSE + far_row, mask=here, other=0.0), tl.load(DELTA + far_row, mask=here, other=0.0)
             # keys down, centroids across: weights and gradients enter the next products as they stand
-            seen = keep[:, None] & (key[:, None] < _limit(row, m, per, first, step)[None, :]) & here[None, :]
+            # (rows that are not there have no gradients: whatever they see, nothing comes of it)
+            seen = tl.broadcast_to(keep[:, None], (BM, BC))
+            if PREFIX:
+                seen = seen & (key[:, None] < _limit(row, m, per, first, step)[None, :])
             scores = tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale
             dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
             if TANGENT:
                 dp += tl.dot(k, tl.trans(dm), input_precision=PRECISION)
             far = seen
             if HAS_NEAR:
-                near = _near_down(BITS, lead, row, rows, words, start, key)
+                near = _near_down(BITS, lead, row, rows, words, start, tl.arange(0, BM))
                 far = seen & (~near)
             p = tl.where(far, tl.exp2(scores - lse[None, :]), 0.0)
             if SLOPE:
@@ -216,7 +219,7 @@ def coarse_bwd_c_kernel(
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    SLOPE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
@@ -233,8 +236,10 @@ def coarse_bwd_c_kernel(
     begin, end, low, stop = _stretch(
         FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
     )
-    limit = tl.minimum(_limit(row, m, per, first, step), end)
-    stop = tl.minimum(stop, tl.max(tl.where(here, limit, 0)))
+    limit = row
+    if PREFIX:
+        limit = tl.minimum(_limit(row, m, per, first, step), end)
+        stop = tl.minimum(stop, tl.max(tl.where(here, limit, 0)))
     dc = tl.zeros((BC, BD), tl.float32)
     for start in range(low, stop, BM):
         key = start + tl.arange(0, BM)
@@ -245,13 +250,16 @@ def coarse_bwd_c_kernel(
         v = tl.load(
             V + batch * svb + head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
         )
-        seen = (key[None, :] < limit[:, None]) & (key >= begin)[None, :] & here[:, None]
+        inside = (key >= begin) & (key < end)
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
+            inside = inside & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
+        seen = tl.broadcast_to(inside[None, :], (BC, BM))
+        if PREFIX:
+            seen = seen & (key[None, :] < limit[:, None])
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
         far = seen
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key)
+            near = _near(BITS, lead, row, rows, words, start, tl.arange(0, BM))
             far = seen & (~near)
         p = tl.where(far, tl.exp2(s - lse[:, None]), 0.0)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
@@ -334,7 +342,8 @@ def backward(
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
     flags: dict[str, Any] = {
         "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
-        "TANGENT": reach.tangent, "SLOPE": pi is not None, "PRECISION": precision(k), "num_warps": 4,
+        "TANGENT": reach.tangent, "SLOPE": pi is not None, "PREFIX": reach.per > 0, "PRECISION": precision(k),
+        "num_warps": 4,
     }  # fmt: skip
     dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
     strip = 0 if tile["BD"] * tile["BE"] * k.element_size() <= WHOLE_SLOPE else 32
@@ -342,7 +351,7 @@ def backward(
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
         (*sizes, *strides),
-        num_stages=1, BP=power(parts + 1, least=1), BV=strip, **flags, **tile,
+        num_stages=2 if narrow(k, v) else 1, BP=power(parts + 1, least=1), BV=strip, **flags, **tile,
     )  # fmt: skip
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)

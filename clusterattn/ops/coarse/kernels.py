@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, tl
+from .._jit import THIN, jit, power, precision, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .near import _limit, select
@@ -23,14 +23,15 @@ LOG2E = 1.4426950408889634
 
 
 @jit
-def _near(BITS, lead, row, rows, words, first, key):
-    """Which of a tile's keys are near for which rows: a word of 32 bits per row and half tile."""
+def _near(BITS, lead, row, rows, words, first, place):
+    """Which of a tile's keys are near for which rows: a word of 32 bits per row and half tile. place: of a key in its
+    tile, which begins with a word; the compiler knows its bit."""
     low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
     high = tl.load(
         BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
     )
-    word = tl.where((key - first < 32)[None, :], low[:, None], high[:, None])
-    return ((word >> (key % 32)[None, :]) & 1) != 0
+    word = tl.where((place < 32)[None, :], low[:, None], high[:, None])
+    return (word & (1 << (place % 32))[None, :]) != 0
 
 
 @jit
@@ -52,10 +53,11 @@ def coarse_fwd_kernel(
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    WHOLE: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    WHOLE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows."""
+    """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows.
+    PREFIX: rows see keys up to a limit of their own."""
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
@@ -67,8 +69,10 @@ def coarse_fwd_kernel(
     begin, end, low, stop = _stretch(
         FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
     )
-    limit = tl.minimum(_limit(row, m, per, first, step), end)
-    stop = tl.minimum(stop, tl.max(tl.where(row < rows, limit, 0)))
+    limit = row
+    if PREFIX:
+        limit = tl.minimum(_limit(row, m, per, first, step), end)
+        stop = tl.minimum(stop, tl.max(tl.where(row < rows, limit, 0)))
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     near_highest, near_total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     out = tl.zeros((BC, BE), tl.float32)
@@ -82,14 +86,16 @@ def coarse_fwd_kernel(
             other=0.0,
         )
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-        seen = key[None, :] < limit[:, None]
+        seen = key < end
         if HAS_PARTS:
-            seen = seen & (key >= begin)[None, :]
+            seen = seen & (key >= begin)
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
-        s = tl.where(seen, s, float("-inf"))
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        if PREFIX:
+            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, key)
+            near = _near(BITS, lead, row, rows, words, start, tl.arange(0, BM))
             if not TANGENT:
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
@@ -211,10 +217,17 @@ class Far:
 
 def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     """Tile sizes by the bytes of a key with its value: what shared memory has room for."""
-    d, e = power(k.shape[-1]), power(v.shape[-1])
+    d, e = widths(k, v)
     width = (d + e) * k.element_size()
     most = 128 if width <= 256 else 64 if width <= 512 else 32
     return {"BC": min(most, power(clusters, THIN)), "BM": 64, "BD": d, "BE": e}
+
+
+def _forward_tiles(k: Tensor, v: Tensor, clusters: int, lead: int, parts: int) -> dict[str, Any]:
+    tile = tiles_for(k, v, clusters) | {"num_warps": 4}
+    if lead < 128 <= 2 * lead * parts * cdiv(clusters, tile["BC"]):
+        tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
+    return tile
 
 
 def cuts(m: int, programs: int, tile: int, parts: int = 1) -> tuple[int, int]:
@@ -235,9 +248,7 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
     if top:
         near_at, bits = select(c, keys, reach, top)
-    tile = tiles_for(k, v, clusters)
-    if lead < 128 <= 2 * lead * parts * cdiv(clusters, tile["BC"]):
-        tile["BC"] = min(64, tile["BC"])  # enough programs without cutting the keys, and nothing to join
+    tile = _forward_tiles(k, v, clusters, lead, parts)
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
 
@@ -257,7 +268,7 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
         stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
-        WHOLE=whole, PRECISION=precision(k), num_warps=4, **tile,
+        WHOLE=whole, PREFIX=reach.per > 0, PRECISION=precision(k), **tile,
     )  # fmt: skip
     if not whole:
         few = min(32, power(splits, least=1))

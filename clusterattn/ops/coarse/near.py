@@ -28,7 +28,7 @@ def _limit(row, m, per, first, step):
 @jit
 def scores_kernel(
     C, K, KEEP, SCORES, BEST, rows, m, d, heads, group, scale, per, first, step, groups, tiles, skb, skh, skm,
-    seb, seh, HAS_KEEP: tl.constexpr, GROUP: tl.constexpr,
+    seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, GROUP: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead = tl.program_id(2).to(tl.int64)
@@ -48,10 +48,12 @@ def scores_kernel(
         )  # fmt: skip
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
         s = tl.minimum(tl.maximum(s, -60000.0), 60000.0)  # the range of fp16
-        seen = key[None, :] < limit[:, None]
+        seen = key < m
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
-        s = tl.where(seen, s, float("-inf"))
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
+        s = tl.where(seen[None, :], s, float("-inf"))
+        if PREFIX:
+            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
         tl.store(
             SCORES + (lead * rows + row[:, None]) * m + key[None, :],
             s.to(SCORES.dtype.element_ty),
@@ -142,6 +144,10 @@ def select_kernel(
     tl.atomic_or(BITS + row * words + key // 32, 1 << (key % 32), mask=chosen)
 
 
+def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
+    return {"BC": min(128 if half else 32, power(clusters)), "BM": 64, "BD": wide, "num_warps": 4}
+
+
 def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
     """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
     k = keys.k
@@ -149,8 +155,7 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
     dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
-    # fp32 is multiplied number by number: large tiles take the compiler a minute
-    tile = {"BC": min(64 if half else 32, power(clusters)), "BM": 128 if half else 64, "BD": power(d)}
+    tile = _score_tiles(half, clusters, power(d))
     # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
     group = 0 if m <= max(512, 16 * top) else min(tile["BM"], power(math.isqrt(m // top), least=8))
     groups = cdiv(m, group) if group else 0
@@ -161,7 +166,7 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     launch(
         scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
         (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        *keys.keep_strides), HAS_KEEP=keys.keep is not None, GROUP=group, PRECISION=precision(k), num_warps=4,
+        *keys.keep_strides), HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, GROUP=group, PRECISION=precision(k),
         num_stages=2, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import jit, precision, registers, rows, tl
 from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
@@ -266,7 +266,7 @@ def backward(
     launch(
         fine_bwd_q_kernel, ((clusters + 1) * splits, lead),
         (*theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot),
-        (*sizes, splits, *strides), num_stages=1, **flags, **shape,
+        (*sizes, splits, *strides), num_stages=1, **registers(k, v), **flags, **shape,
     )  # fmt: skip
     near_dk, near_dv = new(lead, clusters, top, d, dtype=k.dtype), new(lead, clusters, top, e, dtype=v.dtype)
     d_far, d_level = new(lead, parts, clusters, e), new(lead, parts, clusters)
@@ -296,8 +296,8 @@ def backward(
         launch(
             d_slope_kernel, (programs, lead), (q, plain, labels.contiguous(), dy, share, lse, part),
             (n, clusters, d, e, h, reach.scale, programs, stretch, *q.stride()[:3], *dy.stride()[:3]),
-            BS=64 if (power(d) + power(e)) * q.element_size() <= 512 else 32, BD=power(d), BE=power(e),
-            PRECISION=precision(q), num_warps=8 if power(d) > 64 else 4,
+            BS=64 if (shape["BD"] + shape["BE"]) * q.element_size() <= 512 else 32, BD=shape["BD"], BE=shape["BE"],
+            PRECISION=precision(q), num_warps=8 if shape["BD"] > 64 else 4,
         )  # fmt: skip
         d_slope = added(part)
     given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, foot if slope else None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, registers, rows, tl
+from .._jit import THIN, jit, power, precision, registers, rows, tl, widths
 from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
@@ -167,15 +167,14 @@ class FineSettings:
 
 def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> tuple[dict[str, Any], int]:
     """Tiles, and how many programs share the queries of a cluster."""
-    (n, d), e = q.shape[2:], v.shape[3]
-    tile, splits = tiles(n, clusters, most)
+    d, e = widths(q, v)
+    tile, splits = tiles(q.shape[2], clusters, most)
     splits = min(16, 4 * splits)  # clusters differ in size, and one that finds nothing to do costs little
-    width = power(d) + power(e)
-    keys = 64 if width * q.element_size() <= 512 else 32
-    size = tile * width * q.element_size()
+    keys = 64 if (d + e) * q.element_size() <= 512 else 32
+    size = tile * (d + e) * q.element_size()
     return {
-        "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": power(d),
-        "BE": power(e), "PRECISION": precision(q),
+        "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": d,
+        "BE": e, "PRECISION": precision(q),
         "num_warps": 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8,
     }, splits  # fmt: skip
 

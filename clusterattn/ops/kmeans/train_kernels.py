@@ -203,6 +203,15 @@ def together(programs: int, lead: int, device: torch.device) -> int:
     return max(1, min(programs, multiprocessors(device) // max(lead, 1)))
 
 
+def _tiles(points: Tensor, clusters: int) -> tuple[int, int]:
+    """Rows and centroids of a tile: more would not stay in registers."""
+    wide, half = power(points.shape[3]), points.element_size() == 2
+    block = min(power(clusters), max(16, (8192 if half else 2048) // wide))
+    if wide > 64:
+        return 64 if wide <= 128 else 32, block
+    return 128 if half and block <= 64 else 64, block
+
+
 def train(
     points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
     origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
@@ -213,9 +222,8 @@ def train(
     (b, h, n, d), c, device = points.shape, start_at.shape[2], points.device
     lead = b * h
     rows = n if train_at is None else train_at.shape[2]
-    wide, half = power(d), points.element_size() == 2
-    tile = (128 if half else 64) if wide <= 64 else 64 if wide <= 128 else 32
-    block = min(power(c), max(16, (4096 if half else 2048) // wide))  # more would not stay in registers
+    wide = power(d)
+    tile, block = _tiles(points, c)
     programs = together(cdiv(rows, tile), lead, device)
     stretch = cdiv(cdiv(rows, programs), tile) * tile
     programs = cdiv(rows, stretch)
