@@ -26,7 +26,7 @@ HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
 # Lengths and seeds: a kernel compiled for one value of them serves all
-LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "grown")
+LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "turns", "grown")
 
 
 def jit(function: Any) -> Any:

@@ -4,7 +4,7 @@ centroids."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +56,12 @@ def prepare_kernel(
 
 @jit
 def dc_kernel(
-    PART, DL, MEAN, FEET, DC, rows, d, splits, parts, feet, scale,
+    PART, DL, MEAN, FEET, FEET_FIRST, DC, rows, d, splits, parts, turns, scale,
     FOOT: tl.constexpr, HAS_FEET: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr, BF: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot.
-    FEET (lead c feet d): those of the slope."""
+    FEET (lead turns d): those of the slope, from FEET_FIRST (lead c+2) on."""
     lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
     for first in range(0, splits, BS):
@@ -78,10 +78,13 @@ def dc_kernel(
             mean = tl.load(MEAN + place[:, None] * d + dims[None, :], mask=mask, other=0.0)
             total -= tl.sum(dl[:, None] * mean, 0)
     if HAS_FEET:
-        foot = tl.arange(0, BF)
-        place = (lead * rows + row) * feet + foot
-        mask = (foot < feet)[:, None] & (dims < d)[None, :]
-        total += tl.sum(tl.load(FEET + place[:, None] * d + dims[None, :], mask=mask, other=0.0), 0)
+        begin = tl.load(FEET_FIRST + lead * (rows + 2) + row)
+        end = tl.load(FEET_FIRST + lead * (rows + 2) + row + 1)
+        for first in range(begin, end, BF):
+            foot = first + tl.arange(0, BF)
+            place = (lead * turns + foot)[:, None] * d + dims[None, :]
+            mask = (foot < end)[:, None] & (dims < d)[None, :]
+            total += tl.sum(tl.load(FEET + place, mask=mask, other=0.0), 0)
     tl.store(DC + (lead * rows + row) * d + dims, total.to(DC.dtype.element_ty), mask=dims < d)
 
 
@@ -278,6 +281,13 @@ def coarse_bwd_c_kernel(
     tl.store(DC + place[:, None] * d + dims[None, :], dc, mask=of_d)
 
 
+class Feet(NamedTuple):
+    """Gradients of the centroids, where the slope stands, turn by turn."""
+
+    listed: Tensor  # (b*h turns d)
+    first: Tensor  # (b*h c+2): where those of each centroid begin
+
+
 @dataclass(frozen=True)
 class Given:
     """Gradients of what forward found, (b*h p c ...)."""
@@ -287,7 +297,7 @@ class Given:
     lse: Tensor
     near_lse: Tensor | None  # (b*h c)
     slope: Tensor | None  # (b*h d e): one block
-    feet: Tensor | None  # (b*h c splits d): of the centroids, where the slope stands
+    feet: Feet | None
 
 
 def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) -> Rows:
@@ -350,22 +360,21 @@ def backward(
     key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
-        (*sizes, *strides),
-        num_stages=2 if narrow(k, v) else 1, BP=power(parts + 1, least=1), BV=strip, **flags, **tile,
+        (*sizes, *strides), BP=power(parts + 1, least=1), BV=strip,
+        **flags | tile | {"num_stages": 2 if narrow(k, v) else 1},
     )  # fmt: skip
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
-    feet = 0 if given.feet is None else given.feet.shape[2]
     part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
     launch(
         coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, row.amount, row.per_key, part),
         (*sizes, splits, stretch, *strides), **flags, **tile,
     )  # fmt: skip
+    feet = given.feet or Feet(part, part)
     launch(
-        dc_kernel, (clusters, lead),
-        (part, given.lse, found.mean_key, part if given.feet is None else given.feet, dc),
-        (clusters, d, splits * parts, parts, feet, reach.scale),
-        FOOT=foot, HAS_FEET=feet > 0, BS=min(32, power(splits * parts, least=1)), BP=min(32, power(parts, least=1)),
-        BF=power(feet, least=1), BD=tile["BD"], num_warps=1 if splits * parts < 16 else 4,
+        dc_kernel, (clusters, lead), (part, given.lse, found.mean_key, *feet, dc),
+        (clusters, d, splits * parts, parts, feet.listed.shape[1], reach.scale),
+        FOOT=foot, HAS_FEET=given.feet is not None, BS=min(32, power(splits * parts, least=1)),
+        BP=min(32, power(parts, least=1)), BF=16, BD=tile["BD"], num_warps=1 if splits * parts < 16 else 4,
     )  # fmt: skip
     return dc, dk, dv

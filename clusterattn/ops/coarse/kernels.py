@@ -220,7 +220,8 @@ def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
     d, e = widths(k, v)
     width = (d + e) * k.element_size()
     most = 128 if width <= 256 else 64 if width <= 512 else 32
-    return {"BC": min(most, power(clusters, THIN)), "BM": 64, "BD": d, "BE": e}
+    rest = {"BM": 64, "num_stages": 3} if width <= 1024 else {"BM": 32, "num_stages": 1}
+    return {"BC": min(most, power(clusters, THIN)), "BD": d, "BE": e, **rest}
 
 
 def _forward_tiles(k: Tensor, v: Tensor, clusters: int, lead: int, parts: int) -> dict[str, Any]:

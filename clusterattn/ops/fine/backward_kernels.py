@@ -13,31 +13,31 @@ from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import arrange, put_back
 from ..coarse.kernels import Far
 from ..coarse.slope import added
+from ..members.kernels import turns
 from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
 @jit
 def fine_bwd_q_kernel(
-    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, NEAR_LSE, SLOPE, ORDER, FIRST, OUT, LSE, FAR_SHARE, DY, D_LSE,
+    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, NEAR_LSE, SLOPE, ORDER, TURNS, OUT, LSE, FAR_SHARE, DY, D_LSE,
     DQ, DELTA, MOVED, D_C,
-    n, c, t, parts, d, e, heads, group, scale, natural_scale, splits,
+    n, turns, c, t, parts, d, e, heads, group, scale, natural_scale,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm, syb, syh, syn,
     MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_D_LSE: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Also DELTA = dy . out (less d_lse), MOVED = dy . scale (q - c) M, and each cluster's share of D_C (split by
-    split): what the slope's foot at the centroid takes."""
-    which, split, lead = tl.program_id(0) // splits, tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
-    begin = tl.load(FIRST + lead * (c + 2) + which) + split * BS
-    end = tl.load(FIRST + lead * (c + 2) + which + 1)
+    """Also DELTA = dy . out (less d_lse), MOVED = dy . scale (q - c) M, and D_C (lead turns d): each turn's share of
+    what the slope's foot at the centroid takes."""
+    lead = tl.program_id(1).to(tl.int64)
+    turn = TURNS + (lead * turns + tl.program_id(0)) * 3
+    which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)
     batch, head = lead // heads, lead % heads
     dims, values = tl.arange(0, BD), tl.arange(0, BE)
     listed = which < c
     which = tl.minimum(which, c - 1)
     cluster = lead * c + which
-    d_c = tl.zeros((BD,), tl.float32)
-    for turn in range(begin, end, splits * BS):
-        place = turn + tl.arange(0, BS)
+    if begin < end:
+        place = begin + tl.arange(0, BS)
         real = place < end
         query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
         row = lead * n + query
@@ -59,7 +59,7 @@ def fine_bwd_q_kernel(
             share = tl.where(seen, tl.load(FAR_SHARE + row), 0.0)
             foot = tl.dot(dy, tl.trans(slope), input_precision=PRECISION) * (share * natural_scale)[:, None]
             dq += foot
-            d_c -= tl.sum(foot, 0)
+            tl.store(D_C + (lead * turns + tl.program_id(0)) * d + dims, -tl.sum(foot, 0), mask=dims < d)
             tl.store(MOVED + row, moved, mask=real)
         tl.store(DELTA + row, delta, mask=real)
         base2 = lse * 1.4426950408889634
@@ -94,9 +94,6 @@ def fine_bwd_q_kernel(
             DQ + row[:, None] * d + dims[None, :], dq.to(DQ.dtype.element_ty),
             mask=real[:, None] & (dims < d)[None, :],
         )  # fmt: skip
-    if HAS_SLOPE:  # noqa: SIM102  (a flag of the compiler's, the other is not)
-        if listed:
-            tl.store(D_C + (cluster * splits + split) * d + dims, d_c, mask=dims < d)
 
 
 @jit
@@ -254,19 +251,20 @@ def backward(
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    shape, splits = tiling(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
+    shape = tiling(q, v, clusters, top, parts, 64 if q.element_size() == 2 else 32)
+    taken = turns(first, n, shape["BS"])
     dq = new(b, h, n, d, dtype=q.dtype)
     delta, moved = new(2, lead, n)
-    foot = new(lead, clusters, splits, d if slope else 0)
+    foot = new(lead, taken.most, d if slope else 0)
     flags: dict[str, Any] = {"MASS": mass, "HAS_SLOPE": slope, "HAS_D_LSE": d_lse is not None}
-    sizes = (n, clusters, top, parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale)
+    sizes = (n, taken.most, clusters, top, parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
     theirs = (q, k, v, plain, found.near_at, found.out, found.mean_key, found.lse, found.near_lse)
     d_lse = delta if d_lse is None else d_lse.float().contiguous()
     launch(
-        fine_bwd_q_kernel, ((clusters + 1) * splits, lead),
-        (*theirs, found.slope, order, first, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot),
-        (*sizes, splits, *strides), num_stages=1, **registers(k, v), **flags, **shape,
+        fine_bwd_q_kernel, (taken.most, lead),
+        (*theirs, found.slope, order, taken.listed, out.contiguous(), lse, share, dy, d_lse, dq, delta, moved, foot),
+        (*sizes, *strides), num_stages=1, **registers(k, v), **flags, **shape,
     )  # fmt: skip
     near_dk, near_dv = new(lead, clusters, top, d, dtype=k.dtype), new(lead, clusters, top, e, dtype=v.dtype)
     d_far, d_level = new(lead, parts, clusters, e), new(lead, parts, clusters)
@@ -300,7 +298,8 @@ def backward(
             PRECISION=precision(q), num_warps=8 if shape["BD"] > 64 else 4,
         )  # fmt: skip
         d_slope = added(part)
-    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, foot if slope else None)
+    feet = coarse_backward.Feet(foot, taken.first) if slope else None
+    given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, feet)
     dc, dk, dv = coarse_backward.backward(
         given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER
     )

@@ -15,7 +15,7 @@ from .._launch import launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
 from ..coarse.reference import Reach
-from ..members.kernels import tiles
+from ..members.kernels import tiles, turns
 
 LOG2E = 1.4426950408889634
 SOFTMAX, TANGENT, CLUSTER = 0, 1, 2  # how the far part weighs, see Improved
@@ -67,22 +67,22 @@ def _part_keys(
 
 @jit
 def fine_fwd_kernel(
-    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, FIRST, OUT, LSE, FAR_SHARE,
-    n, c, t, parts, d, e, heads, group, scale, natural_scale, per, splits,
+    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, TURNS, OUT, LSE, FAR_SHARE,
+    n, turns, c, t, parts, d, e, heads, group, scale, natural_scale, per,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
     MASS: tl.constexpr, HAS_SLOPE: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    which, split, lead = tl.program_id(0) // splits, tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
-    begin = tl.load(FIRST + lead * (c + 2) + which) + split * BS
-    end = tl.load(FIRST + lead * (c + 2) + which + 1)
+    lead = tl.program_id(1).to(tl.int64)
+    turn = TURNS + (lead * turns + tl.program_id(0)) * 3
+    which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)
     batch, head = lead // heads, lead % heads
     dims, values = tl.arange(0, BD), tl.arange(0, BE)
     listed = which < c  # the last "cluster" are those without one: they see nothing
     which = tl.minimum(which, c - 1)
     cluster = lead * c + which
-    for turn in range(begin, end, splits * BS):
-        place = turn + tl.arange(0, BS)
+    if begin < end:
+        place = begin + tl.arange(0, BS)
         real = place < end
         query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
         q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
@@ -165,18 +165,16 @@ class FineSettings:
     detach: bool
 
 
-def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> tuple[dict[str, Any], int]:
-    """Tiles, and how many programs share the queries of a cluster."""
+def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> dict[str, Any]:
     d, e = widths(q, v)
-    tile, splits = tiles(q.shape[2], clusters, most)
-    splits = min(16, 4 * splits)  # clusters differ in size, and one that finds nothing to do costs little
+    tile, _ = tiles(q.shape[2], clusters, most)
     keys = 64 if (d + e) * q.element_size() <= 512 else 32
     size = tile * (d + e) * q.element_size()
     return {
         "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": d,
         "BE": e, "PRECISION": precision(q),
         "num_warps": 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8,
-    }, splits  # fmt: skip
+    }  # fmt: skip
 
 
 def forward(
@@ -189,16 +187,17 @@ def forward(
     assert found.level is not None
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
-    shape, splits = tiling(q, v, clusters, top, reach.parts, 64)
+    shape = tiling(q, v, clusters, top, reach.parts, 64)
+    taken = turns(first, n, shape["BS"])
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
     launch(
-        fine_fwd_kernel, ((clusters + 1) * splits, b * h),
+        fine_fwd_kernel, (taken.most, b * h),
         (q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.level, found.near_lse, found.slope,
-        order, first, out, lse, share),
-        (n, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale, reach.per, splits,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+        order, taken.listed, out, lse, share),
+        (n, taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
+        reach.per, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
         MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=1, **registers(k, v), **shape,
     )  # fmt: skip
     return out, lse, share, found, keys

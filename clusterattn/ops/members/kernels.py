@@ -6,6 +6,8 @@ its rows go.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -125,6 +127,56 @@ def tiles(n: int, clusters: int, most: int) -> tuple[int, int]:
     each = max(1, n // max(clusters, 1))
     tile = min(most, power(each * 3 // 4))
     return tile, max(1, min(16, each // tile))
+
+
+@jit
+def turns_kernel(FIRST, TURNS, TURN_FIRST, c, turns, BS: tl.constexpr, BC: tl.constexpr):
+    """See Turns; a program for each head."""
+    lead, before = tl.program_id(0).to(tl.int64), 0
+    first_of, list_of = lead * (c + 2), lead * turns * 3
+    for start in range(0, c + 1, BC):
+        which = start + tl.arange(0, BC)
+        here = which <= c
+        begin = tl.load(FIRST + first_of + which, mask=here, other=0)
+        end = tl.load(FIRST + first_of + which + 1, mask=here, other=0)
+        count = (end - begin + BS - 1) // BS
+        at = before + tl.cumsum(count, 0) - count
+        tl.store(TURN_FIRST + first_of + which, at, mask=here)
+        for turn in range(tl.max(count, 0)):
+            slot, mine, low = list_of + (at + turn) * 3, turn < count, begin + turn * BS
+            tl.store(TURNS + slot, which, mask=mine)
+            tl.store(TURNS + slot + 1, low, mask=mine)
+            tl.store(TURNS + slot + 2, tl.minimum(low + BS, end), mask=mine)
+        before += tl.sum(count, 0)
+    tl.store(TURN_FIRST + first_of + c + 1, before)
+    for start in range(before * 3, turns * 3, BC):
+        rest = start + tl.arange(0, BC)
+        tl.store(TURNS + list_of + rest, tl.zeros((BC,), tl.int32), mask=rest < turns * 3)
+
+
+class Turns(NamedTuple):
+    """The sorted rows cut into turns of at most so many, each of one cluster: clusters differ in size, programs that
+    take a turn each do not."""
+
+    listed: Tensor  # (lead turns 3): cluster (c: those without one), first row, the one past the last; zeros at the end
+    first: Tensor  # (lead c+2): where each cluster's turns begin
+
+    @property
+    def most(self) -> int:
+        return self.listed.shape[1]
+
+
+def turns(first: Tensor, n: int, size: int) -> Turns:
+    """first (lead c+2): where the clusters begin among the n sorted rows."""
+    lead, c = first.shape[0], first.shape[1] - 2
+    most = n // size + c + 1
+    listed = torch.empty(lead, most, 3, dtype=torch.int32, device=first.device)
+    of_cluster = torch.empty(lead, c + 2, dtype=torch.int32, device=first.device)
+    launch(
+        turns_kernel, (lead,), (first, listed, of_cluster), (c, most),
+        BS=size, BC=min(1024, power(c + 1)), num_warps=4,
+    )  # fmt: skip
+    return Turns(listed, of_cluster)
 
 
 def sums(x: Tensor, order: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
