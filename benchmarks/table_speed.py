@@ -21,10 +21,12 @@ from table_words import (
 )
 
 from clusterattn.measure import Row
-from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
+from clusterattn.measure.bench import PASSES
+from clusterattn.measure.speed_table import HEAD, any_of, cells, failures, joined, ordered
 from clusterattn.measure.words import human_bytes, human_error, human_ratio
 
 CROSSINGS, GPU = "img/crossings.png", "gpu-bars"
+HOST_LENGTHS = (8192, 32768)
 SAMPLES = {"compare": "MiniLM-L6 reading a book", "compare-long": "TabPFN v1 over a table"}
 
 
@@ -71,7 +73,7 @@ def box() -> str:
         eager = eager_time(row)
         if eager is not None:
             lines.append((row, row["n"], eager, error, f"{data}, eager"))
-    for row in rows("eager"):
+    for row in eager_rows():
         if row["method"] == "refined" and row["pass"] == "forward":
             data = data_of(row)
             lines.append((row, row["n"], row["seconds"] / row["sdpa_seconds"], "–", f"{data}, eager"))
@@ -184,9 +186,14 @@ def speed(row: Row | None) -> str:
     return words + ("‡" if is_former(row) and row["method"].startswith("refined") else "")
 
 
-def cpu_table() -> str:
-    found = rows("cpu-bars", "bench")
-    return speed_tables([row for row in found if _is_speed(row) and row["device"] == "cpu"], "torch's SDPA")
+def cpu_table(causal: bool) -> Callable[[], str]:
+    """Times as fast as exact attention on a CPU, by length."""
+
+    def write() -> str:
+        found = [row for row in rows("cpu-bars", "bench") if _is_speed(row) and row["device"] == "cpu"]
+        return speed_tables([row for row in found if row["causal"] == causal], "torch's SDPA")
+
+    return write
 
 
 def gpu_rows() -> list[Row]:
@@ -195,14 +202,21 @@ def gpu_rows() -> list[Row]:
     return [row for row in found if row["environment"]["commit"] == found[-1]["environment"]["commit"]]
 
 
+def gpu_speeds(causal: bool) -> str:
+    found = [row for row in gpu_rows() if _is_speed(row) and row["causal"] == causal]
+    return speed_tables(found, "the fastest SDPA backend")
+
+
 def gpu_table() -> str:
     """Times as fast as exact attention, by length, and the picture of the crossings."""
-    found = gpu_rows()
-    if not found:
+    if not gpu_rows():
         return NOT_YET
-    speeds = speed_tables([row for row in found if _is_speed(row)], "the fastest SDPA backend")
     words = "Time per token against the length; rings mark where a method passes exact attention"
-    return f"{speeds}\n![{words}]({CROSSINGS})\n"
+    return f"{gpu_speeds(causal=False)}\n![{words}]({CROSSINGS})\n"
+
+
+def gpu_causal_table() -> str:
+    return gpu_speeds(causal=True)
 
 
 def gpu_figures() -> str:
@@ -214,6 +228,35 @@ def gpu_figures() -> str:
     body = [(f"`{label}`", *others) for label, *others in map(cells, lines)]
     notes = "".join(f"- {each}\n" for each in failures(lines))
     return table(HEAD, body) + origin(found, str(found[-1]["dtype"])) + (f"\n{notes}" if notes else "")
+
+
+def eager_rows() -> list[Row]:
+    """Calls from Python with their host time, from before the GPU bars told it; none since they do."""
+    return [] if any("host_seconds" in row for row in gpu_rows()) else rows("eager")
+
+
+def host_table() -> str:
+    """What a call costs the host, beside what it takes from call to call: one shape, two lengths, every method."""
+    found = [row for row in gpu_rows() if "host_seconds" in row] or eager_rows()
+    found = [row for row in found if row["n"] in HOST_LENGTHS and row["h"] == found[0]["h"] and not row["causal"]]
+    if not found:
+        return NOT_YET
+    lines = [(line, any_of(line)) for line in ordered(joined(found))]
+    body = [
+        (f"`{row['method']}`", spaced(row["n"]), *(cell for which in PASSES for cell in _called(line.get(which))))
+        for line, row in lines
+    ]
+    head = ("method", "length", *(f"{which}, {what}" for which in PASSES for what in ("host ms", "call to call ms")))
+    shape = f"{found[0]['h']} heads × {found[0]['d']}, {found[0]['dtype']}"
+    return table(head, body) + origin(found, shape, "forward under no_grad")
+
+
+def _called(row: Row | None) -> tuple[str, str]:
+    """Milliseconds on the host, and with the device's part; an eager row's only time is that of calls from Python."""
+    if row is None:
+        return "–", "–"
+    times = (row["host_seconds"], row.get("eager_seconds", row["seconds"]))
+    return f"{times[0] * 1e3:.2f}{mark(row)}", f"{times[1] * 1e3:.2f}{mark(row)}"
 
 
 def _is_speed(row: Row) -> bool:
