@@ -22,7 +22,7 @@ from table_words import (
 
 from clusterattn.measure import Row
 from clusterattn.measure.bench import PASSES
-from clusterattn.measure.speed_table import HEAD, any_of, cells, failures, joined, ordered
+from clusterattn.measure.speed_table import HEAD, KEYS, any_of, cells, failures, joined, ordered
 from clusterattn.measure.words import human_bytes, human_error, human_ratio
 
 CROSSINGS, GPU = "img/crossings.png", "gpu-bars"
@@ -91,7 +91,9 @@ def box() -> str:
         for (where, data, n), (row, _, time, error, _) in sorted(newest.items(), key=lambda item: item[0])
     ]
     head = ("device", "data", "length", "output error", "time, exact = 1")
-    return table(head, body, words=2) + origin([line[0] for line in newest.values()], "forward, `refined` as it comes")
+    found = [line[0] for line in newest.values()]
+    made_up = dict.fromkeys(str(row["data"]) for row in found if "ixture" in str(row.get("data")))
+    return table(head, body, words=2) + origin(found, "forward, `refined` as it comes", *made_up)
 
 
 def data_of(row: Row) -> str:
@@ -168,9 +170,17 @@ def speed_tables(found: Sequence[Row], peer: str) -> str:
             for method in dict.fromkeys(row["method"] for row in shown)
         ]  # fmt: skip
         words = f"{same[0]['h']} heads × {same[0]['d']}, {same[0]['dtype']}{', causal' if same[0]['causal'] else ''}"
+        told = ["error at a method's longest length"] if any(row.get("error") is not None for row in shown) else []
         parts.append(
             table(("method", *(f"N = {spaced(n)}" for n in lengths), "output error"), body)
-            + origin([*latest.values()], " / ".join(passes), words, str(same[0].get("data", usual)), f"exact is {peer}")
+            + origin(
+                [*latest.values()],
+                " / ".join(passes),
+                words,
+                str(same[0].get("data", usual)),
+                f"exact is {peer}",
+                *told,
+            )
         )
     return "\n".join(parts) or NOT_YET
 
@@ -228,6 +238,30 @@ def gpu_figures() -> str:
     body = [(f"`{label}`", *others) for label, *others in map(cells, lines)]
     notes = "".join(f"- {each}\n" for each in failures(lines))
     return table(HEAD, body) + origin(found, str(found[-1]["dtype"])) + (f"\n{notes}" if notes else "")
+
+
+def gpu_bars() -> str:
+    """How many bars of `benchmarks/gpu.py` are met, and those that are not."""
+    latest = {tuple(row[key] for key in (*KEYS, "pass")): row for row in gpu_rows() if row.get("bars")}
+    bars = [(row, bar) for row in latest.values() for bar in row["bars"]]
+    if not bars:
+        return NOT_YET
+    body = [
+        (
+            f"`{row['method']}`{', causal' if row['causal'] else ''}",
+            f"{row['h']}×{row['d']}",
+            spaced(row["n"]),
+            row["pass"],
+            bar["what"],
+            "–" if bar["got"] is None else f"{bar['got']:.3g}",
+            f"{'≤' if bar['most'] else '≥'} {bar['wanted']:.3g}",
+        )
+        for row, bar in bars
+        if not bar["met"]
+    ]
+    head = ("missed by", "heads", "N", "pass", "what", "got", "bar")
+    told = f"{len(bars) - len(body)} of {len(bars)} bars were met.\n"
+    return told + (f"\n{table(head, body)}" if body else "") + origin([row for row, _ in bars])
 
 
 def eager_rows() -> list[Row]:
