@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # what lies beside this file
 
+import table_scale
 import table_words as words
 from table_files import files_tree
 from table_models import pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
@@ -26,9 +27,12 @@ from table_speed import (
     box,
     compare_table,
     cpu_table,
+    gpu_bars,
+    gpu_causal_table,
     gpu_figures,
     gpu_rows,
     gpu_table,
+    host_table,
     memory_table,
     settings_table,
 )
@@ -115,13 +119,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained-smollm2": pretrained_table("smollm2-8192"),
     "pretrained-smollm2-4096": pretrained_table("smollm2-4096"),
     "pretrained-smollm2-2048": pretrained_table("smollm2-2048"),
-    "tabpfn": tabpfn_table,
+    "tabpfn": tabpfn_table("cuda"),
+    "tabpfn-cpu": tabpfn_table("cpu"),
     "compare": compare_table("compare"),
     "compare-long": compare_table("compare-long"),
-    "cpu": cpu_table,
+    "cpu": cpu_table(causal=False),
+    "cpu-causal": cpu_table(causal=True),
     "cpu-memory": memory_table,
     "gpu": gpu_table,
+    "gpu-causal": gpu_causal_table,
     "gpu-figures": gpu_figures,
+    "gpu-bars": gpu_bars,
+    "host": host_table,
     "settings-refined": settings_table("from Improved to Refined"),
     "settings-parts": settings_table("slope and parts"),
     "settings-steps": settings_table("steps of k-means"),
@@ -130,6 +139,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings-transform": settings_table("transform of SMYRF"),
     "settings-once": settings_table("pairs counted once"),
     "settings-causal": settings_table("causal centroids"),
+    **table_scale.TABLES,
 }
 
 

@@ -20,6 +20,7 @@ from table_words import (
 )
 
 from clusterattn.measure import Row
+from clusterattn.measure.words import human_seconds
 
 # task -> what it is, its main figure, which way is better, and the share of exact attention's cost that the bars allow
 PRETRAINED = {
@@ -96,40 +97,44 @@ def pretrained_summary() -> str:
     return table(head, body, words=2) + origin(seen, *no_times(seen))
 
 
-def tabpfn_table() -> str:
+def tabpfn_table(device: str) -> Callable[[], str]:
     """TabPFN v1, whose sequence is the rows of a table."""
-    newest = {(row["rows"], row["method"]): row for row in rows("tabpfn") if row.get("device") == "cuda"}
-    if not newest:
-        return NOT_YET
-    found = [newest[at] for at in sorted(newest, key=lambda at: (at[0], newest[at]["speedup"]))]
 
     def maybe(row: Row, key: str) -> str:
         return "–" if row.get(key) is None else f"{row[key]:.4f}"
 
-    body = [
-        (
-            spaced(row["rows"]),
-            f"`{row['method']}`" + (MARK if out_of_date(row) else ""),
-            maybe(row, "kl"),
-            maybe(row, "accuracy"),
-            f"{row['seconds'] * 1e3:.0f} ms",
-            f"{row['seconds'] / row['exact_seconds']:.2f}",
-            f"{row['train_cost_share']:.2%}",
-            f"{row['cost_share']:.2%}",
+    def write() -> str:
+        mine = [row for row in rows("tabpfn") if row.get("device") == device]
+        newest = {(row["rows"], row["test_rows"], row["method"]): row for row in mine}
+        if not newest:
+            return NOT_YET
+        found = sorted(newest.values(), key=lambda row: (row["rows"], row["test_rows"], row["speedup"] or 0))
+        body = [
+            (
+                spaced(row["rows"]) + ("" if device == "cuda" else f", {spaced(row['test_rows'])} test rows"),
+                f"`{row['method']}`" + (MARK if out_of_date(row) else ""),
+                maybe(row, "kl"),
+                maybe(row, "accuracy"),
+                "–" if row["seconds"] is None else human_seconds(row["seconds"]),
+                "–" if row["seconds"] is None else f"{row['seconds'] / row['exact_seconds']:.2f}",
+                f"{row['train_cost_share']:.2%}",
+                f"{row['cost_share']:.2%}",
+            )
+            for row in found
+        ]
+        head = (
+            "train rows",
+            "attention",
+            "KL",
+            "accuracy",
+            "whole forward",
+            "time, exact = 1",
+            "multiply-adds, train rows",
+            "… all",
         )
-        for row in found
-    ]
-    head = (
-        "train rows",
-        "attention",
-        "KL",
-        "accuracy",
-        "whole forward",
-        "time, exact = 1",
-        "multiply-adds, train rows",
-        "… all",
-    )
-    return table(head, body, words=2) + origin(found, "bf16, eager calls")
+        return table(head, body, words=2) + origin(found, "bf16, eager calls" if device == "cuda" else "fp32")
+
+    return write
 
 
 def sample_rows() -> list[Row]:

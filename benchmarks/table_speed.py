@@ -21,10 +21,12 @@ from table_words import (
 )
 
 from clusterattn.measure import Row
-from clusterattn.measure.speed_table import HEAD, cells, failures, joined, ordered
+from clusterattn.measure.bench import PASSES
+from clusterattn.measure.speed_table import HEAD, KEYS, any_of, cells, failures, joined, ordered
 from clusterattn.measure.words import human_bytes, human_error, human_ratio
 
 CROSSINGS, GPU = "img/crossings.png", "gpu-bars"
+HOST_LENGTHS = (8192, 32768)
 SAMPLES = {"compare": "MiniLM-L6 reading a book", "compare-long": "TabPFN v1 over a table"}
 
 
@@ -71,7 +73,7 @@ def box() -> str:
         eager = eager_time(row)
         if eager is not None:
             lines.append((row, row["n"], eager, error, f"{data}, eager"))
-    for row in rows("eager"):
+    for row in eager_rows():
         if row["method"] == "refined" and row["pass"] == "forward":
             data = data_of(row)
             lines.append((row, row["n"], row["seconds"] / row["sdpa_seconds"], "–", f"{data}, eager"))
@@ -89,7 +91,9 @@ def box() -> str:
         for (where, data, n), (row, _, time, error, _) in sorted(newest.items(), key=lambda item: item[0])
     ]
     head = ("device", "data", "length", "output error", "time, exact = 1")
-    return table(head, body, words=2) + origin([line[0] for line in newest.values()], "forward, `refined` as it comes")
+    found = [line[0] for line in newest.values()]
+    made_up = dict.fromkeys(str(row["data"]) for row in found if "ixture" in str(row.get("data")))
+    return table(head, body, words=2) + origin(found, "forward, `refined` as it comes", *made_up)
 
 
 def data_of(row: Row) -> str:
@@ -166,9 +170,17 @@ def speed_tables(found: Sequence[Row], peer: str) -> str:
             for method in dict.fromkeys(row["method"] for row in shown)
         ]  # fmt: skip
         words = f"{same[0]['h']} heads × {same[0]['d']}, {same[0]['dtype']}{', causal' if same[0]['causal'] else ''}"
+        told = ["error at a method's longest length"] if any(row.get("error") is not None for row in shown) else []
         parts.append(
             table(("method", *(f"N = {spaced(n)}" for n in lengths), "output error"), body)
-            + origin([*latest.values()], " / ".join(passes), words, str(same[0].get("data", usual)), f"exact is {peer}")
+            + origin(
+                [*latest.values()],
+                " / ".join(passes),
+                words,
+                str(same[0].get("data", usual)),
+                f"exact is {peer}",
+                *told,
+            )
         )
     return "\n".join(parts) or NOT_YET
 
@@ -184,9 +196,14 @@ def speed(row: Row | None) -> str:
     return words + ("‡" if is_former(row) and row["method"].startswith("refined") else "")
 
 
-def cpu_table() -> str:
-    found = rows("cpu-bars", "bench")
-    return speed_tables([row for row in found if _is_speed(row) and row["device"] == "cpu"], "torch's SDPA")
+def cpu_table(causal: bool) -> Callable[[], str]:
+    """Times as fast as exact attention on a CPU, by length."""
+
+    def write() -> str:
+        found = [row for row in rows("cpu-bars", "bench") if _is_speed(row) and row["device"] == "cpu"]
+        return speed_tables([row for row in found if row["causal"] == causal], "torch's SDPA")
+
+    return write
 
 
 def gpu_rows() -> list[Row]:
@@ -195,14 +212,21 @@ def gpu_rows() -> list[Row]:
     return [row for row in found if row["environment"]["commit"] == found[-1]["environment"]["commit"]]
 
 
+def gpu_speeds(causal: bool) -> str:
+    found = [row for row in gpu_rows() if _is_speed(row) and row["causal"] == causal]
+    return speed_tables(found, "the fastest SDPA backend")
+
+
 def gpu_table() -> str:
     """Times as fast as exact attention, by length, and the picture of the crossings."""
-    found = gpu_rows()
-    if not found:
+    if not gpu_rows():
         return NOT_YET
-    speeds = speed_tables([row for row in found if _is_speed(row)], "the fastest SDPA backend")
     words = "Time per token against the length; rings mark where a method passes exact attention"
-    return f"{speeds}\n![{words}]({CROSSINGS})\n"
+    return f"{gpu_speeds(causal=False)}\n![{words}]({CROSSINGS})\n"
+
+
+def gpu_causal_table() -> str:
+    return gpu_speeds(causal=True)
 
 
 def gpu_figures() -> str:
@@ -214,6 +238,59 @@ def gpu_figures() -> str:
     body = [(f"`{label}`", *others) for label, *others in map(cells, lines)]
     notes = "".join(f"- {each}\n" for each in failures(lines))
     return table(HEAD, body) + origin(found, str(found[-1]["dtype"])) + (f"\n{notes}" if notes else "")
+
+
+def gpu_bars() -> str:
+    """How many bars of `benchmarks/gpu.py` are met, and those that are not."""
+    latest = {tuple(row[key] for key in (*KEYS, "pass")): row for row in gpu_rows() if row.get("bars")}
+    bars = [(row, bar) for row in latest.values() for bar in row["bars"]]
+    if not bars:
+        return NOT_YET
+    body = [
+        (
+            f"`{row['method']}`{', causal' if row['causal'] else ''}",
+            f"{row['h']}×{row['d']}",
+            spaced(row["n"]),
+            row["pass"],
+            bar["what"],
+            "–" if bar["got"] is None else f"{bar['got']:.3g}",
+            f"{'≤' if bar['most'] else '≥'} {bar['wanted']:.3g}",
+        )
+        for row, bar in bars
+        if not bar["met"]
+    ]
+    head = ("missed by", "heads", "N", "pass", "what", "got", "bar")
+    told = f"{len(bars) - len(body)} of {len(bars)} bars were met.\n"
+    return told + (f"\n{table(head, body)}" if body else "") + origin([row for row, _ in bars])
+
+
+def eager_rows() -> list[Row]:
+    """Calls from Python with their host time, from before the GPU bars told it; none since they do."""
+    return [] if any("host_seconds" in row for row in gpu_rows()) else rows("eager")
+
+
+def host_table() -> str:
+    """What a call costs the host, beside what it takes from call to call: one shape, two lengths, every method."""
+    found = [row for row in gpu_rows() if "host_seconds" in row] or eager_rows()
+    found = [row for row in found if row["n"] in HOST_LENGTHS and row["h"] == found[0]["h"] and not row["causal"]]
+    if not found:
+        return NOT_YET
+    lines = [(line, any_of(line)) for line in ordered(joined(found))]
+    body = [
+        (f"`{row['method']}`", spaced(row["n"]), *(cell for which in PASSES for cell in _called(line.get(which))))
+        for line, row in lines
+    ]
+    head = ("method", "length", *(f"{which}, {what}" for which in PASSES for what in ("host ms", "call to call ms")))
+    shape = f"{found[0]['h']} heads × {found[0]['d']}, {found[0]['dtype']}"
+    return table(head, body) + origin(found, shape, "forward under no_grad")
+
+
+def _called(row: Row | None) -> tuple[str, str]:
+    """Milliseconds on the host, and with the device's part; an eager row's only time is that of calls from Python."""
+    if row is None:
+        return "–", "–"
+    times = (row["host_seconds"], row.get("eager_seconds", row["seconds"]))
+    return f"{times[0] * 1e3:.2f}{mark(row)}", f"{times[1] * 1e3:.2f}{mark(row)}"
 
 
 def _is_speed(row: Row) -> bool:

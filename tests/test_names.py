@@ -1,4 +1,4 @@
-"""Names: one for one thing, and the plain word."""
+"""Names: one for one thing, and the plain word; and files short enough to be read at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ CUTE = {"hall", "room", "roll", "serve", "lottery", "strata", "some", "said", "h
 LEFT_CLASSES = {"Found", "Piece", "Shape"}
 LEFT_NAMES = {("clusterattn/ops/coarse/kernels.py", "room")}
 ROLLED = "roll"  # torch.roll is torch's word
+LONGEST = 450  # lines of a file
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > LONGEST} == {}
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -174,7 +174,12 @@ def crossing_sentences(rows: Sequence[Row]) -> list[str]:
     for which in dict.fromkeys(row["pass"] for row in rows):
         drawn, errors = curves(rows, which), curves([row for row in rows if row.get("error")], which, "error")
         exact, words = drawn.pop(PEER, {}), []
-        for label, curve in drawn.items():
+        same = {(row["method"], row["n"]) for row in rows if row["pass"] == which and row.get("error") == 0}
+        for label, every in drawn.items():  # whose answer is exact attention's own, bit for bit, is not ahead of it
+            curve = {n: each for n, each in every.items() if (label, n) not in same}
+            if not curve:
+                words.append(f"{label} is exact attention up to {spaced(max(every))}")
+                continue
             at = crossing(curve, exact)
             if at is None:
                 words.append(f"{label} does not overtake it up to {spaced(max(curve))}")

@@ -284,6 +284,7 @@ class Race:
             "seconds": clock.seconds,
             "seconds_per_token": clock.seconds / (b * n),
             "eager_seconds": clock.eager,
+            "host_seconds": clock.host,
             "timed_as": "eager" if clock.replay is None else "cuda graph",
             "why_eager": clock.why_eager,
             "repetitions": clock.repetitions,

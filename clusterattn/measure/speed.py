@@ -17,6 +17,7 @@ import ctypes
 import gc
 import os
 import re
+import statistics
 import sys
 import time
 import warnings
@@ -39,6 +40,7 @@ class Timed:
 
     seconds: float  # the figure that counts: as a graph where there is one
     eager: float  # called from Python, one call at a time
+    host: float  # until Python has the call behind it, whatever the device still has to do
     repetitions: int
     replay: Replay | None  # the captured graph
     why_eager: str | None  # why there is none
@@ -116,18 +118,38 @@ def once_alone(run: Run, device: str | torch.device = "cpu") -> float:
 
 
 def timed(run: Run, device: str | torch.device = "cpu", *, seconds: float = 0.2) -> Timed:
-    """Time a run that has been warmed up, in about 2 × ``seconds`` (more only where a few calls take longer)."""
+    """Time a run that has been warmed up, in about 3 × ``seconds`` (more only where a few calls take longer)."""
     eager, turns = _fastest(run, device, seconds)
     if torch.device(device).type != "cuda":
-        return Timed(eager, eager, turns, None, None)
+        return Timed(eager, eager, eager, turns, None, None)
+    host = on_the_host(run, device, seconds, eager)
     try:
         replay = captured(run)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        return Timed(eager, eager, turns, None, first_line(error))
+        return Timed(eager, eager, host, turns, None, first_line(error))
     taken, turns = _fastest(replay, device, seconds)
-    return Timed(taken, eager, turns, replay, None)
+    return Timed(taken, eager, host, turns, replay, None)
+
+
+def on_the_host(run: Run, device: str | torch.device, seconds: float, call: float) -> float:
+    """Seconds until Python has a call behind it: the median of some, each begun with nothing left to do on the device.
+
+    Args:
+        run: a call without arguments
+        device: to wait for between calls
+        seconds: for all of them, three calls at least
+        call: what one takes with the device's part
+    """
+    taken = []
+    for _ in range(min(max(int(seconds / max(call, 1e-9)), 3), 30)):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    torch.cuda.synchronize(device)
+    return statistics.median(taken)
 
 
 def captured(run: Run) -> Replay:

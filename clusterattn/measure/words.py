@@ -10,7 +10,7 @@ def human_number(value: float, sign: bool = False) -> str:
 
 
 def human_error(error: float) -> str:
-    return f"{error:.4f}" if error >= 5e-4 else f"{error:.0e}"
+    return f"{error:.4f}" if error >= 5e-4 else f"{error:.0e}" if error else "0"
 
 
 def human_ratio(ratio: float) -> str:

@@ -101,6 +101,9 @@ def test_the_crossing_in_a_sentence() -> None:
         "local does not overtake it up to 4 096; smyrf is ahead from N = 1 024 or less (error 0.0123 at 1 024)."
     ]
     assert crossing_sentences(rows("refined", 1.0, 1.0)) == []  # nothing to compare with
+    auto = [a_row("auto", 1024, "forward", 9e-4, error=0.0), a_row("auto", 4096, "forward", 1e-3, error=0.0321)]
+    assert crossing_sentences([*exact, auto[0]])[0].endswith("auto is exact attention up to 1 024.")
+    assert "auto is ahead from N = 4 096 or less (error" in crossing_sentences([*exact, *auto])[0]
 
 
 def test_the_picture_of_a_cpu_has_room_for_its_crossings() -> None:
@@ -378,6 +381,37 @@ def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "img").mkdir()
     tables.draw()
     assert (tmp_path / "img" / "crossings.png").stat().st_size < 150_000
+
+
+def test_causal_speeds_have_tables_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = script("readme_tables")
+    monkeypatch.setattr(tables.words, "RESULTS", tmp_path)
+    plain = a_row("refined", 8192, "forward", 1e-3, speedup=3.0)
+    append(tmp_path / "gpu-bars.jsonl", plain)
+    assert tables.TABLES["gpu-causal"]() == tables.NOT_YET
+    append(tmp_path / "gpu-bars.jsonl", {**plain, "causal": True, "speedup": 1.5, "error": 0.0456})
+    append(tmp_path / "bench.jsonl", {**plain, "theme": "bench", "device": "cpu", "causal": True, "speedup": 0.8})
+    assert "3.00×" in tables.TABLES["gpu"]()
+    assert "1.50×" not in tables.TABLES["gpu"]()
+    assert "| **1.50×** | 0.0456 |" in tables.TABLES["gpu-causal"]()
+    assert "| 0.80× | 0.0123 |" in tables.TABLES["cpu-causal"]()
+    assert tables.TABLES["cpu"]() == tables.NOT_YET
+    assert "a mixture of Gaussians, causal" in tables.TABLES["box"]()
+
+
+def test_host_times_come_from_the_newest_rows_that_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = script("readme_tables")
+    monkeypatch.setattr(tables.words, "RESULTS", tmp_path)
+    row = a_row("refined", 8192, "forward", 5e-4, speedup=1.7)
+    called = {"host_seconds": 2e-4, "sdpa_seconds": 9e-4, "graph_speedup": 1.6}
+    append(tmp_path / "eager.jsonl", {**without(row, "eager_seconds"), "theme": "eager", **called})
+    append(tmp_path / "gpu-bars.jsonl", row)
+    assert "| `refined` | 8 192 | 0.20 | 0.50 | – | – |" in tables.TABLES["host"]()
+    both = [{**row, "host_seconds": 1e-4}, a_row("refined", 8192, "forward+backward", 1e-3, host_seconds=8e-4)]
+    append(tmp_path / "gpu-bars.jsonl", *both, {**both[0], "causal": True}, {**both[0], "n": 1024})
+    shown = tables.TABLES["host"]()
+    assert "| `refined` | 8 192 | 0.10 | 0.55 | 0.80 | 1.05 |" in shown
+    assert shown.count("\n| `") == 1
 
 
 def test_the_command_prints_one_table_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

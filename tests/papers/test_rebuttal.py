@@ -20,17 +20,20 @@ from clusterattn_papers.reproduce import (
     Experiment,
     clustered_fig8,
     clustered_table4,
+    smyrf_biggan,
     smyrf_mnli,
     smyrf_rebuttal,
 )
 from clusterattn_papers.reproduce.clustered_fig8 import ClusteredFig8
 from clusterattn_papers.reproduce.clustered_table4 import ClusteredTable4
-from clusterattn_papers.reproduce.smyrf_rebuttal import BigGan, Block, Imdb
+from clusterattn_papers.reproduce.smyrf_biggan import BigGan, Block
+from clusterattn_papers.reproduce.smyrf_rebuttal import Imdb
 
 EVERY = [
     *clustered_table4.EXPERIMENTS,
     *clustered_fig8.EXPERIMENTS,
     *smyrf_rebuttal.EXPERIMENTS,
+    *smyrf_biggan.EXPERIMENTS,
     *smyrf_mnli.EXPERIMENTS,
 ]
 
@@ -191,23 +194,23 @@ def test_the_ablation_is_confirmed_or_not() -> None:
 
 def test_the_block_has_the_published_shape_and_the_wanted_sharpness() -> None:
     config = replace(Block(), batch=1)
-    sample = smyrf_rebuttal.picture_like(config, 3.0)
+    sample = smyrf_biggan.picture_like(config, 3.0)
     assert sample.shape == (1, 1, 16384, 4096, 16, 64)
     logits = sample.q[:, :, ::64] @ sample.k.mT / 4
     assert float(logits.std(-1).mean()) == pytest.approx(3.0, rel=0.1)
     near = (sample.q[:, :, 1:] - sample.q[:, :, :-1]).norm() / sample.q.norm()
     assert float(near) < 0.9  # neighbours are alike; of independent pixels they would be 1.41 apart
-    assert smyrf_rebuttal.picture_like(replace(config, side=16), 1.0).q.equal(
-        smyrf_rebuttal.picture_like(replace(config, side=16), 1.0).q
+    assert smyrf_biggan.picture_like(replace(config, side=16), 1.0).q.equal(
+        smyrf_biggan.picture_like(replace(config, side=16), 1.0).q
     )
 
 
 def test_exact_attention_is_exact_in_the_block(smoked: dict[str, list[Row]]) -> None:
     rows = [row for row in smoked["smyrf-biggan"] if "error" in row]
     error = {row["method"]: row["error"] for row in rows}
-    assert error[smyrf_rebuttal.PLAIN] < 1e-5
-    assert error[smyrf_rebuttal.SDPA] < 1e-5
-    assert set(error) == {smyrf_rebuttal.PLAIN, smyrf_rebuttal.SDPA, *BigGan.scales["smoke"].methods}
+    assert error[smyrf_biggan.PLAIN] < 1e-5
+    assert error[smyrf_biggan.SDPA] < 1e-5
+    assert set(error) == {smyrf_biggan.PLAIN, smyrf_biggan.SDPA, *BigGan.scales["smoke"].methods}
     assert error["refined-6, top 6"] < error["clustered-6"]
     assert all(row["memory_bytes"] > 0 and row["seconds"] > 0 for row in smoked["smyrf-biggan"])
 

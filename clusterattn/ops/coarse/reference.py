@@ -261,8 +261,8 @@ def _forward(
 
 
 def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
-    """The highest scores of each row, and where among these keys they are (benchmarks/fuzz.py puts a kernel's choice
-    in its place, to tell ties from mistakes)."""
+    """The highest scores of each row, and where among these keys they are (benchmarks/fuzz_judge.py puts a kernel's
+    choice in its place, to tell ties from mistakes)."""
     return p.scores.topk(few, -1, sorted=False)
 
 
