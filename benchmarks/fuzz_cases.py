@@ -48,6 +48,10 @@ KNOWN = [  # found by an earlier try
         "refined:clusters=7,top=8,steps=2,parts=1,slope=false", True, 1, 2, 2, 513, 1025, 96, 64, "fp16", "none",
         False, "plain", False, 2,
     ),
+    Case(  # a slope of 128 by 32
+        "refined:clusters=7,steps=1,start=far,sample=300,top=8,parts=1,slope=true", False, 3, 3, 1, 1024, 1024, 128, 32,
+        "fp16", "left", False, "odd", False, 3,
+    ),
 ]  # fmt: skip
 
 

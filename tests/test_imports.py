@@ -44,6 +44,7 @@ LAYERS = (
     ("clusterattn.tuning",),
     ("clusterattn",),  # the public names
     ("clusterattn.cli",),
+    ("clusterattn.__main__",),
     ("clusterattn_papers.models", "clusterattn_papers.clustering"),
     ("clusterattn_papers.tasks",),
     ("clusterattn_papers.train",),

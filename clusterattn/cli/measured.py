@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from .arguments import DTYPES, command_line, device_of, distinct, dtype_of, leng
 if TYPE_CHECKING:
     from .._rows import Row
     from .._types import Method
-    from ..measure.sample import Sample
+    from ..measure.sample import Sample, Shape
 
 BENCHED = ("refined", "auto", "clustered", "improved", "smyrf:rounds=2")
 LENGTHS = {"cpu": "512,1024,2048,4096,8192", "cuda": "512,1024,2048,4096,8192,16384,32768"}
@@ -150,8 +150,8 @@ def bench(
     sample: Annotated[
         str | None,
         typer.Option(
-            help="Time on the beginning of an embedded sample, short or long, with its heads and dim. "
-            "Default: a synthetic mixture.",
+            help="Time on the beginning of an embedded sample, short or long, with its heads and dim; or on a "
+            "synthetic mixture. Default: the long sample in the shape asked for, its rows coming again.",
             show_default=False,
         ),
     ] = None,
@@ -201,15 +201,16 @@ def bench(
         from ..measure.bench import bench as measure
         from ..measure.compare import refusal
         from ..measure.plots_speed import crossings, scaling
-        from ..measure.sample import embedded, mixture
+        from ..measure.sample import embedded, like_a_model, mixture
         from ..measure.speed_table import as_text
 
         need_now("rich", "matplotlib")
         where = device_of(device)
-        data = None if sample is None else embedded(sample)
         many = lengths_of(lengths or LENGTHS[where])
-        if data is not None and lengths is None:
-            many = [n for n in many if n <= data.shape[2]]
+        data: Sample | Callable[[Shape], Sample] | None = like_a_model if sample is None else None
+        if sample not in (None, "mixture"):
+            data = embedded(sample)
+            many = [n for n in many if n <= data.shape[2]] if lengths is None else many
         methods = distinct([method_of(each) for each in method or BENCHED])
         for each in methods:
             why_not = refusal(each, mixture(1, 1, 1, 1), causal)

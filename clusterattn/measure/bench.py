@@ -22,7 +22,7 @@ from .._progress import Tick
 from .._rows import Row, environment
 from .._types import Method
 from .error import relative_error
-from .sample import Sample, mixture
+from .sample import Sample, Shape, mixture
 from .speed import Run, interleaved, peak_memory
 
 PEER = "sdpa"
@@ -49,16 +49,17 @@ def bench(
     seconds: float = 30.0,
     seed: int = 0,
     memory: bool = True,
-    data: Sample | None = None,
+    data: Sample | Callable[[Shape], Sample] | None = None,
     tick: Tick | None = None,
 ) -> Iterator[Row]:
     """Rows as they are measured, shortest length first: for each pass the peer, then each method.
 
     batch    None: 1 on the CPU, and on CUDA as many as make 32 768 tokens together
-    data     time on the beginning of these q, k, v, whose heads and dim then count, instead of a synthetic mixture
+    data     instead of a synthetic mixture: what this function makes for a shape (b, h, n, d); or the beginning of
+             these q, k, v, whose heads and dim then count
     """
     device = torch.device(device)
-    if data is not None:
+    if isinstance(data, Sample):
         _, heads, longest, _, dim, _ = data.shape
         if max(lengths) > longest:
             raise bad_value(f"lengths up to {longest}, which is all the data has", max(lengths), f"{longest}")
@@ -75,7 +76,10 @@ def bench(
     batch, steps = batch or 1, len(lengths) * len(passes)
     around = environment(device)
     for n in sorted(lengths):
-        sample = mixture(batch, heads, n, dim, seed=seed) if data is None else data.cut(batch, n)
+        if data is None:
+            sample = mixture(batch, heads, n, dim, seed=seed)
+        else:
+            sample = data.cut(batch, n) if isinstance(data, Sample) else data((batch, heads, n, dim))
         sample = sample.to(device, dtype)
         errors = _errors(sample, methods, causal, seed)
         for which in passes:
@@ -193,7 +197,8 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     That is what PyTorch's own products in that dtype do, and so it is the fair yardstick for a kernel: the plain
     reference multiplies in fp32 whatever came in, and errs only where it rounds its answer. No kernel in half precision
-    can follow it there (weights and their gradients go through a product in its own dtype), however right it is.
+    can follow it there (weights and their gradients go through a product in its own dtype), however right it is. On a
+    GPU the kernels multiply fp32 as three products of tf32, whose factors have 22 bits.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -210,9 +215,21 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if name not in FACTORS:
             return func(*args, **kwargs)
-        rounded = [x.to(self.dtype).to(x.dtype) if i in FACTORS[name] else x for i, x in enumerate(args)]
+        rounded = [_as_factor(x, self.dtype) if i in FACTORS[name] else x for i, x in enumerate(args)]
         product = func(*rounded, **kwargs)
         return product.copy_(product.to(self.dtype)) if name.endswith("_") else product.to(self.dtype).to(product.dtype)
+
+
+def _as_factor(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The number that a product in this dtype reads in the place of x."""
+    if dtype != torch.float32 or not x.is_cuda or x.dtype != torch.float32:
+        return x.to(dtype).to(x.dtype)
+    high = _as_tf32(x)
+    return high + _as_tf32(x - high)
+
+
+def _as_tf32(x: Tensor) -> Tensor:
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def _fault(sample: Sample, method: Method, causal: bool, backward: bool, seed: int) -> str | None:

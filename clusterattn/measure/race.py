@@ -25,10 +25,9 @@ from . import bench as parts
 from . import cost
 from .bench import GRADIENTS, MEMORY_BY, PASSES, PEER
 from .error import exact_answer, relative_error
-from .sample import Sample, mixture
+from .sample import Sample, Shape, mixture
 from .speed import Run, Timed, copy_speed, first_line, peak_memory, timed
 
-Shape = tuple[int, int, int, int]  # b h n d
 EXACT_ROWS = 512  # the error against exact attention is that of so many queries of each head, spread evenly
 EXACT_BATCH = 2  # … in the first few sequences
 OUTDONE = 1.2  # a backend that is so many times slower at one length is not asked again at longer ones

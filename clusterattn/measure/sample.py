@@ -14,6 +14,8 @@ from .._extras import need
 
 DATA = Path(__file__).parent.parent / "data"
 EMBEDDED = {"short": DATA / "minilm_alice.safetensors", "long": DATA / "tabpfn_mnist.safetensors"}
+WIDEST = 128  # the head dim of the long one
+Shape = tuple[int, int, int, int]  # b h n d
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def tiled(
     """The long sample in any shape: its rows and heads come again, narrower ones lie along the main directions.
 
     Rows that come again are moved by a hundredth of their spread, so that none ties with another; the logits stay as
-    sharp as they were. Head dims up to the sample's own, 128.
+    sharp as they were. Head dims up to the sample's own, WIDEST.
     """
     long = embedded("long")
     width = long.q.shape[-1]
@@ -149,6 +151,11 @@ def tiled(
 
     source = f"{long.source}; rows and heads come again" + (f"; along {d} main directions" if d < width else "")
     return Sample(again(q), again(k), again(v), source=source)
+
+
+def like_a_model(shape: Shape) -> Sample:
+    """What to time on where nothing is given: the long sample in this shape; heads too wide for it get a mixture."""
+    return tiled(*shape) if shape[3] <= WIDEST else mixture(*shape)
 
 
 def _main(form: Tensor, d: int) -> Tensor:

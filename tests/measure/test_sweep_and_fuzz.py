@@ -28,7 +28,7 @@ def sweep() -> ModuleType:
 def test_a_case_is_a_function_of_its_number(cases: ModuleType) -> None:
     drawn = [cases.case(3, number, small=False) for number in range(120)]
     assert drawn == [cases.case(3, number, small=False) for number in range(120)]
-    assert drawn[:2] == cases.KNOWN
+    assert drawn[: len(cases.KNOWN)] == cases.KNOWN
     assert drawn[2:] != [cases.case(4, number, small=False) for number in range(2, 120)]
     kinds = {(each.method, each.dtype, each.d, each.e) for each in drawn[6:]}
     assert len(kinds) <= 114 / cases.PER_KIND  # few kinds of kernels ...
