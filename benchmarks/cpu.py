@@ -3,10 +3,10 @@
     python benchmarks/cpu.py                 everything, about three minutes
     python benchmarks/cpu.py --only memory   one part of: time, memory, error
 
-Speeds are ratios to F.scaled_dot_product_attention in the same run (fp32, B = 1, 6 heads × 64, default
-settings, turns taken in alternation, the fastest turn counts). Memory is the growth of the resident set of a
-process of its own: out and, after backward, the gradients are in it. Each figure is printed beside its bar
-and appended to results/ as a JSON line; the exit code is 1 when a bar is missed.
+Speeds are ratios to F.scaled_dot_product_attention in the same run (fp32, B = 1, 6 heads × 64 as a model made them,
+default settings, turns taken in alternation, the fastest turn counts). Memory is the growth of the resident set of a
+process of its own: out and, after backward, the gradients are in it. Each figure is printed beside its bar and
+appended to results/ as a JSON line; the exit code is 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 import torch
 
 import clusterattn as ca
-from clusterattn.measure import Row, append, environment, exact_answer, mixture, relative_error, rows_path
+from clusterattn.measure import Row, append, environment, exact_answer, relative_error, rows_path
 from clusterattn.measure.bench import PASSES, bench, pass_of
+from clusterattn.measure.sample import like_a_model
 from clusterattn.measure.speed import resident_growth
 
 HEADS, DIM, THREADS = 6, 64, 2
@@ -49,6 +50,7 @@ def times(repetitions: int, seconds: float) -> Iterator[Row]:
             repetitions=repetitions,
             seconds=seconds,
             memory=False,
+            data=like_a_model,
         )
         for row in measured:
             bar = bars.get(row["method"].split(":")[0])
@@ -89,13 +91,14 @@ def grow(spec: str, which: str) -> int:
     """In a process of its own: peak bytes that one call adds."""
     backward = which == "forward+backward"
     method = ca.method(spec)
-    pass_of(mixture(1, HEADS, 512, DIM), method, backward=backward)()  # threads and libraries are not the method's
-    return resident_growth(pass_of(mixture(1, HEADS, MEMORY_LENGTH, DIM), method, backward=backward))
+    # threads and libraries are not the method's
+    pass_of(like_a_model((1, HEADS, 512, DIM)), method, backward=backward)()
+    return resident_growth(pass_of(like_a_model((1, HEADS, MEMORY_LENGTH, DIM)), method, backward=backward))
 
 
 def errors() -> Iterator[Row]:
-    """Output error on clusterable data at the defaults; where they train k-means on a sample, also with every query."""
-    sample = mixture(1, HEADS, ERROR_LENGTH, DIM)
+    """Output error at the defaults; where they train k-means on a sample, also with every query."""
+    sample = like_a_model((1, HEADS, ERROR_LENGTH, DIM))
     truth = exact_answer(sample.q, sample.k, sample.v)
 
     def error(method: ca.Method) -> float:
