@@ -164,7 +164,6 @@ TRITON = Backend(
         "bucketed": Served(
             _why_not_bucketed, _late("bucketed.kernels.forward"), _late("bucketed.backward_kernels.backward")
         ),
-        "directions": Served(why_no_kernels, _late("hashing.kernels.directions")),
         "scores": Served(_why_not_hashing, _late("hashing.kernels.scores")),
         "polytope": Served(_why_not_hashing, _late("hashing.kernels.polytope")),
         "balanced": Served(_why_not_hashing, _late("hashing.kernels.balanced")),

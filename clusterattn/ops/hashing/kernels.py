@@ -10,29 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import draw
 from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
-from ..draw import kernels as draw_kernels
 
 LEAST_BITS = 18
 WIDEST = 8192  # numbers in a tile of rows
-
-
-@jit
-def directions_kernel(OUT, HOLDER, total, each, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
-    low, high = draw_kernels.halves(HOLDER, low, high, HELD)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counter = at % each + ((at // each) << 31)
-    x = draw_kernels._mix((counter + low) & 0xFFFFFFFF)
-    x = draw_kernels._mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
-    salt = counter * 0 + 2 * stream  # int64, also where the launch has turned stream into a constant
-    one = draw_kernels._mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF)
-    two = draw_kernels._mix((x + 0x3C6EF372 * (salt + 1)) & 0xFFFFFFFF)
-    radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float64) + 1.0) / 4294967297.0))
-    drawn = radius * tl.cos(6.283185307179586 * (two.to(tl.float64) / 4294967296.0))
-    tl.store(OUT + at, drawn.to(tl.float32), mask=at < total)
 
 
 @jit
@@ -199,17 +181,6 @@ def unit_kernel(X, DY, OUT, n, d, heads, sxb, sxh, sxn, BACKWARD: tl.constexpr, 
 def _flags(valid: Tensor | None, like: Tensor) -> Tensor:
     """A mask as kernels read it."""
     return like if valid is None else valid.contiguous().view(torch.int8)
-
-
-def directions(rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None) -> Tensor:
-    out = torch.empty(rounds, each, d, dtype=torch.float32, device=device)
-    held, halves = draw_kernels.seed_arguments(number, holder, out)
-    if out.numel():
-        launch(
-            directions_kernel, (cdiv(out.numel(), 256),), (out, held), (out.numel(), each * d, draw.STREAM_ROUNDS),
-            halves, HELD=holder is not None, BLOCK=256, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def scores(
