@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clusterattn.ops import choose
 from clusterattn.ops._jit import HAVE_TRITON
 from clusterattn.ops.kmeans import kernels, reference
 
@@ -153,3 +154,22 @@ def test_second_moments_of_wide_keys_come_in_columns(d: int) -> None:
     k = torch.randn(1, 2, 150, d, generator=torch.Generator().manual_seed(d)) + 3
     wanted = torch.stack([torch.cov(head.mT, correction=0) for head in k[0].double()])
     assert torch.allclose(covariance(k.to(DEVICE), None, None)[0].double().cpu(), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "half"])
+@pytest.mark.parametrize(("n", "top", "padding"), [(90, 16, 0), (700, 9, 11), (12, 12, 3)])
+def test_closest_points_are_those_of_the_reference(n: int, top: int, padding: int, dtype: torch.dtype) -> None:
+    x = torch.nn.functional.normalize(points(2, 2, n, 20).float() - 5, dim=-1).to(dtype)
+    c = torch.nn.functional.normalize(points(2, 2, 30, 20).float() - 5, dim=-1)[:, :, :13]
+    valid = None if not padding else (torch.arange(n, device=DEVICE) < n - padding).expand(2, n)
+    got, wanted = (choose(name).closest(c, x, valid, top) for name in ("triton", "reference"))
+    assert got.shape == wanted.shape == (2, 2, 13, top)
+    assert torch.equal(got < 0, wanted.sort(-1, descending=True).values < 0)
+    products = c @ x.float().mT
+    worst = [
+        torch.where(at < 0, 2.0, products.gather(3, at.clamp(min=0))).amin(-1) for at in (got, wanted)
+    ]  # fmt: skip
+    assert torch.allclose(*worst, atol=1e-5 if dtype == torch.float32 else 4e-3)
+    for row in got.flatten(0, 2).tolist():
+        there = [at for at in row if at >= 0]
+        assert len(set(there)) == len(there) == min(top, n - padding)
