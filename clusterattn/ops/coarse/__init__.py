@@ -1,5 +1,4 @@
-"""coarse: centroids attend to all keys; closest, which points lie next to each centroid; and top_keys, the same for
-every query of the oracle.
+"""coarse: centroids attend to all keys; closest, who lies next to each; and top_keys, the oracle's exhaustive cousin.
 
 Compiled graphs see one node whatever the length, and backward recomputes the (c x m) weights.
 """
