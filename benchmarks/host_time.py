@@ -95,7 +95,7 @@ def verbs(x: Inputs, backend: str) -> Iterator[tuple[str, Run]]:
     yield "members", lambda: ops.members(labels, x.clusters, x.q)
     yield "means", lambda: ops.means(x.q, labels, x.clusters, members=members)
     yield "broadcast", lambda: ops.broadcast(rows, labels, members=members)
-    drawn = draw.directions(2, 1, x.q.shape[-1] + 2, 0, x.q.float()).squeeze(1)
+    drawn = draw.normals(2, x.q.shape[-1] + 2, 0, draw.STREAM_ROUNDS, x.q)
     yield "scores", lambda: ops.scores(x.q, x.k, drawn, None, None, lifted=True)
 
 

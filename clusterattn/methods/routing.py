@@ -65,7 +65,7 @@ class Routing(Method):
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, RoutingState | None]:
         b, h, n, _ = q.shape
         tokens = F.normalize(torch.cat([wide(q), wide(k).repeat_interleave(h // k.shape[1], 1)], 2), dim=-1)
-        both = tokens.detach()
+        both = tokens.detach().to(q.dtype)  # as other methods compare queries: in their own dtype
         valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
         valid = torch.cat([valid_q, valid_k], 1).unsqueeze(1)
         if call.state is not None:
@@ -78,8 +78,8 @@ class Routing(Method):
             means, alive = means.expand(b, -1, -1, -1), alive.expand(b, -1, -1)
         else:
             means, alive = self._start(both, valid, n, call)
-        seats_q = self._nearest(both[:, :, :n], valid_q, means, alive)
-        seats_k = self._nearest(both[:, :, n:], valid_k, means, alive)
+        seats_q = self._nearest(both[:, :, :n], call.mask.queries, means, alive, call)
+        seats_k = self._nearest(both[:, :, n:], call.mask.keys, means, alive, call)
         labels = call.ops.assign(both if call.keep_state else both[:, :, :n], means, alive)
         buckets = self._with_leftovers(labels[..., :n], seats_q, seats_k, valid_q, means.shape[2])
         if not call.keep_state:
@@ -105,15 +105,13 @@ class Routing(Method):
         )  # (b 1 c)
         alive = lots >= 0
         at = lots.clamp(min=0).unsqueeze(-1).expand(*tokens.shape[:2], -1, tokens.shape[-1])
-        starts = tokens.gather(2, at) * alive.unsqueeze(-1)  # a centroid that never was is 0
+        starts = wide(tokens.gather(2, at)) * alive.unsqueeze(-1)  # a centroid that never was is 0
         return call.ops.lloyd(tokens, valid, starts, alive, updates=FIRST_STEPS), alive
 
-    def _nearest(self, points: Tensor, valid: Tensor, means: Tensor, alive: Tensor) -> Tensor:
+    def _nearest(self, points: Tensor, valid: Tensor | None, means: Tensor, alive: Tensor, call: Call) -> Tensor:
         """The ``window`` valid points nearest to each living centroid: (b h c w)."""
-        near = means @ points.mT  # (b h c n), the largest thing here: gone when this returns
-        near = near.masked_fill_(~(valid[:, None, None] & alive.unsqueeze(-1)), float("-inf"))
-        best, at = near.topk(min(self.window, near.shape[-1]), -1)
-        return torch.where(best == float("-inf"), -1, at)
+        near = call.ops.closest(means, points, valid, min(self.window, points.shape[2]))
+        return torch.where(alive.unsqueeze(-1), near, -1)
 
     def _with_leftovers(self, home: Tensor, seats_q: Tensor, seats_k: Tensor, valid: Tensor, c: int) -> Buckets:
         """Queries that no centroid took sit with the keys of the nearest one, their home, in tiles of their own."""

@@ -24,7 +24,8 @@ __all__ = [
 VERBS: tuple[Callable[..., Any], ...] = (
     kmeans.codes, kmeans.covariance, kmeans.farthest, kmeans.kmeans, kmeans.nearest, kmeans.lloyd, kmeans.assign,
     beside.beside, members.members, kmeans.means, rows.take, rows.broadcast,
-    coarse.coarse, coarse.shares, coarse.top_keys, fine.near_and_far, bucketed.bucketed, bucketed.itself_at_least,
+    coarse.coarse, coarse.closest, coarse.shares, coarse.top_keys, fine.near_and_far,
+    bucketed.bucketed, bucketed.itself_at_least,
     hashing.directions, hashing.scores, hashing.lifts, hashing.polytope, hashing.balanced, hashing.chunked,
     hashing.unit,
 )  # fmt: skip

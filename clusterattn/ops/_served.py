@@ -62,6 +62,7 @@ BY_TORCH = Backend(
         "beside": Served(_can, _late("beside.reference.beside")),
         "bucketed": Served(_can, _late("bucketed.reference.forward"), _late("bucketed.reference.backward")),
         "coarse": Served(_can, _coarse, _coarse_backward),
+        "closest": Served(_can, _late("coarse.exhaustive.closest")),
         "covariance": Served(_can, _late("kmeans.reference.covariance")),
         "farthest": Served(_can, _late("kmeans.reference.farthest")),
         "kmeans": Served(_can, _late("kmeans.reference.kmeans")),
@@ -75,6 +76,7 @@ BY_TORCH = Backend(
 # ---------------------------------------------------------------------------------------------------- Triton
 
 MOST_CLUSTERS, MOST_PARTS = 8190, 4096  # that one program counts
+MOST_NEAR = 1024  # that it chooses
 EMPTY = "there is nothing to launch for an empty tensor"
 
 
@@ -112,6 +114,14 @@ def _why_not_coarse(c: Tensor, k: Tensor, v: Tensor, parts: int, slope: bool) ->
     if 0 in c.shape or 0 in k.shape or 0 in v.shape:
         return EMPTY
     return _wide(v) or why_no_kernels(k)
+
+
+def _why_not_closest(c: Tensor, points: Tensor, top: int) -> str | None:
+    if 0 in c.shape or 0 in points.shape:
+        return EMPTY
+    if top > MOST_NEAR:
+        return f"kernels choose up to {MOST_NEAR} points, {top} are asked for"
+    return why_no_kernels(points)
 
 
 def _why_not_near_and_far(
@@ -158,13 +168,13 @@ TRITON = Backend(
             why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")
         ),
         "coarse": Served(_why_not_coarse, _late("coarse.served.forward"), _late("coarse.served.backward")),
+        "closest": Served(_why_not_closest, _late("coarse.near.closest")),
         "shares": Served(_why_not_points, _late("coarse.slope.shares")),
         "near_and_far": Served(_why_not_near_and_far, _late("fine.served.forward"), _late("fine.served.backward")),
         "beside": Served(_why_not_beside, _late("beside.kernels.beside")),
         "bucketed": Served(
             _why_not_bucketed, _late("bucketed.kernels.forward"), _late("bucketed.backward_kernels.backward")
         ),
-        "directions": Served(why_no_kernels, _late("hashing.kernels.directions")),
         "scores": Served(_why_not_hashing, _late("hashing.kernels.scores")),
         "polytope": Served(_why_not_hashing, _late("hashing.kernels.polytope")),
         "balanced": Served(_why_not_hashing, _late("hashing.kernels.balanced")),

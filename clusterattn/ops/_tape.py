@@ -12,7 +12,8 @@ numbers of torch's own, a tensor that came from nowhere. Seeds are the exception
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,11 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
+from ._lies import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Lies, Where, given, result, strides_of
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-INPUT, MEMORY, MADE, DRAWN = range(4)
-SCRATCH, KEPT = -1, -2  # among the tensors of a play: its memory, and what forward keeps for backward
 
 
 class CannotRecord(Exception):
@@ -44,16 +44,6 @@ class Slot:
     whole: Any = None  # (dtype, shape, stride) of the tensor that an operator made
     first: int = -1  # the steps that use it
     last: int = -1
-
-
-class Where(NamedTuple):
-    """A tensor of the call: in which slot, and how it lies there. offset: in bytes; slot None: it is empty."""
-
-    slot: int | None
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 @dataclass
@@ -136,10 +126,23 @@ class Recorder(TorchDispatchMode):
         start = self.inputs[kind.number].data_ptr() if kind.kind == INPUT else x.untyped_storage().data_ptr()
         return Where(slot, address - start, x.dtype, shape, stride)
 
-    def drew(self, x: Tensor, draw: Any) -> None:
-        """x is a draw: ``draw(seed halves)`` gives it again."""
+    def drew(self, draw: Callable[[int], Tensor], seed: int) -> Tensor:
+        """What draw(seed) gives: a play will ask for it again, with a seed of its own."""
+        with self._looking_away():
+            x = draw(seed)
         self._storages[x.untyped_storage().data_ptr()] = self._add(Slot(DRAWN, draw=draw))
         self._alive.append(x)
+        return x
+
+    @contextmanager
+    def _looking_away(self) -> Iterator[None]:
+        """What happens here is not written down."""
+        with _disable_current_modes():
+            recording.tape = None
+            try:
+                yield
+            finally:
+                recording.tape = self
 
     def launched(
         self, kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...],
@@ -147,12 +150,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """``run`` launches it in the ordinary way."""
         places = [self.where(x) for x in tensors]
-        with _disable_current_modes():
-            recording.tape = None
-            try:
-                run()
-            finally:
-                recording.tape = self
+        with self._looking_away():
+            run()
         plan = plan_of(kernel, tensors, numbers, flags)
         self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags))
 
@@ -244,23 +243,29 @@ class Half:
         ]  # fmt: skip
         self.offsets, self.scratch = _laid_out(mine)
         made = [(where.slot, where) for where in outputs if where.slot is not None]
-        self.results = [(slot, where) for slot, where in made if self.slots[slot].kind == MEMORY]
+        self.results = [
+            (slot, where.shape, strides_of(where), where.dtype) for slot, where in made
+            if self.slots[slot].kind == MEMORY
+        ]  # fmt: skip
         # Addresses: an input's, or an offset in scratch or kept memory, or a tensor's. The table of a play is made of
         # (which of these bases, offset).
         self.inputs = len(recorder.inputs)
         self.bases: list[int] = []  # the slots of tensors
         self.table: list[tuple[int, int]] = []
         self._places: dict[tuple[int, int], int] = {}
-        self.steps = [self._ready(step) for step in recorder.steps[begin:end]]
-        self.draws = [(i, self.slots[i].draw) for i in self.bases if self.slots[i].kind == DRAWN]
+        last: dict[int, list[int]] = {}  # step -> what operators made that nobody asks for afterwards
+        for i, one in enumerate(self.slots):
+            if one.kind == MADE and begin <= one.first and one.last < end and i not in own:
+                last.setdefault(one.last, []).append(i)
+        self.steps = [self._ready(step, last.get(i, [])) for i, step in enumerate(recorder.steps[begin:end], begin)]
+        self.draws = [
+            (i, slot.draw) for i, slot in enumerate(self.slots)
+            if slot.kind == DRAWN and 0 <= slot.first < end and begin <= slot.last
+        ]  # fmt: skip
         self.moving: dict[int, list[tuple[int, int]]] = {}  # slot made underway -> (place in the table, offset)
         for (slot, offset), place in self._places.items():
             if self.slots[slot].kind == MADE and self.slots[slot].first >= begin:
                 self.moving.setdefault(slot, []).append((place, offset))
-        self.frees: dict[int, list[int]] = {}  # step -> what operators made that nobody asks for afterwards
-        for i, one in enumerate(self.slots):
-            if one.kind == MADE and begin <= one.first and one.last < end and i not in own:
-                self.frees.setdefault(one.last - begin, []).append(i)
 
     def _place(self, where: Where) -> int:
         """Of an address in the table, whose last is that of empty tensors."""
@@ -283,18 +288,20 @@ class Half:
             self.table.append(entry)
         return self._places[key]
 
-    def _ready(self, step: Launch | Operator) -> tuple[Any, ...]:
-        """What ``play`` reads of a step. A step that takes tensors begins with None."""
+    def _ready(self, step: Launch | Operator, frees: list[int]) -> tuple[Any, ...]:
+        """What ``play`` reads of a step. One that takes tensors begins with None, and with what ``_do`` reads."""
         if isinstance(step, Operator):
-            return None, step.function._op, _mapped(step.args, self._lies), _mapped(step.named, self._lies), step.made
+            args, named = _mapped(step.args, self._lies), _mapped(step.named, self._lies)
+            return None, (step.function._op, args, named, step.made, frees), None, None, None, None
         if step.plan is None:
-            return None, step, [self._lies(where) for where in step.tensors], {}, ()
+            args = [self._lies(where) for where in step.tensors]
+            return None, (step, args, {}, (), frees), None, None, None, None
         run, function, head, constants = step.plan
         at = [self._place(where) for where in step.tensors]
         pick: Any = itemgetter(*at) if len(at) > 1 else lambda table, only=at[0]: (table[only],)
         if isinstance(step.loose, Halves):
-            return run, step.grid, function, head, pick, step.numbers, constants
-        return run, step.grid, function, head, pick, (*step.numbers, *step.loose, *constants), None
+            return run, step.grid, (function, *head), pick, step.numbers, constants
+        return run, step.grid, (function, *head), pick, (*step.numbers, *step.loose, *constants), None
 
     def _lies(self, where: Where) -> Lies:
         """Among which tensors of a play, and how."""
@@ -303,14 +310,14 @@ class Half:
         slot, size = self.slots[where.slot], where.dtype.itemsize
         source, start = where.slot, 0
         if slot.kind == INPUT:
-            return Lies(INPUT, slot.number, where.dtype, where.shape, _strides(where), where.offset // size, False)
+            return Lies(INPUT, slot.number, where.dtype, where.shape, strides_of(where), where.offset // size, False)
         if where.slot in self.offsets:
             source, start = SCRATCH, self.offsets[where.slot]
         elif where.slot in self.kept:
             source, start = KEPT, self.kept[where.slot]
         elif slot.kind == MADE and not where.offset and slot.whole == (where.dtype, where.shape, where.stride):
             return Lies(MADE, source, where.dtype, where.shape, where.stride, 0, True)
-        return Lies(MADE, source, where.dtype, where.shape, _strides(where), (start + where.offset) // size, False)
+        return Lies(MADE, source, where.dtype, where.shape, strides_of(where), (start + where.offset) // size, False)
 
     def play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
         """The outputs, and what is kept. ``kept``: of the forward half, None where this is it."""
@@ -318,13 +325,13 @@ class Half:
             return self._play(inputs, seed, kept)
 
     def _play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
-        device = next(x.device for x in inputs if x is not None)
+        device = inputs[0].device  # type: ignore[union-attr]  # q, which is always there
         scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
         memory, made = (None, {}) if kept is None else (kept.memory, dict(kept.made))
         if kept is None and self.keeps:
             memory = torch.empty(self.keeps, dtype=torch.uint8, device=device)
-        for slot, where in self.results:
-            made[slot] = torch.empty_strided(where.shape, _strides(where), dtype=where.dtype, device=device)
+        for slot, shape, stride, dtype in self.results:
+            made[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         for slot, draw in self.draws:
             made[slot] = draw(seed)
         bases = [0 if x is None else x.data_ptr() for x in inputs]
@@ -337,93 +344,35 @@ class Half:
         if memory is not None:
             made[KEPT] = memory
         stream, halves = current_stream(device), Halves.of(seed)
-        for number, (run, *step) in enumerate(self.steps):
+        for run, grid, ahead, pick, numbers, constants in self.steps:
             if run is None:
-                self._do(step, inputs, made, halves, table)
-                for slot in self.frees.get(number, ()):
-                    made.pop(slot, None)
-                continue
-            grid, function, head, pick, numbers, constants = step
-            if constants is None:
-                run(*grid, stream, function, *head, *pick(table), *numbers)
+                self._do(grid, inputs, made, halves, table)
+            elif constants is None:
+                run(*grid, stream, *ahead, *pick(table), *numbers)
             else:
-                run(*grid, stream, function, *head, *pick(table), *numbers, *halves, *constants)
-        found = [_result(self.slots, where, inputs, made, self._lies) for where in self.outputs]
+                run(*grid, stream, *ahead, *pick(table), *numbers, *halves, *constants)
+        found = [result(where, inputs, made, self._lies) for where in self.outputs]
         # An output that backward reads is kept as another tensor: it will itself hold the graph that holds this.
         return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 
     def _do(
-        self, step: list[Any], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
+        self, step: tuple[Any, ...], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
         table: list[int],
     ) -> None:  # fmt: skip
         """A step that takes tensors."""
-        function, args, named, results = step
-        given = [_given(x, inputs, made) for x in args]
+        function, args, named, results, frees = step
+        told = [given(x, inputs, made) for x in args]
         if type(function) is Launch:
             loose = halves if isinstance(function.loose, Halves) else function.loose
-            ordinary(function.kernel, function.grid, given, function.numbers, loose, function.flags)
-            return
-        found = function(*given, **{name: _given(x, inputs, made) for name, x in named.items()})
-        for which, slot in results:
-            made[slot] = mine = found[which] if type(found) in (tuple, list) else found
-            for place, offset in self.moving.get(slot, ()):
-                table[place] = mine.data_ptr() + offset
-
-
-class Lies(NamedTuple):
-    """How a tensor of a play lies: in an input, or in something made (SCRATCH and KEPT: the memory of the play)."""
-
-    source: int | None
-    slot: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # in elements
-    whole: bool
-
-
-def _tensor(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Tensor:
-    if x.whole:
-        return made[x.slot]
-    if x.source is None:
-        return torch.empty(x.shape, dtype=x.dtype, device=made[SCRATCH].device)
-    offset = x.offset
-    if x.source == INPUT:
-        base = inputs[x.slot]
-        assert base is not None
-        offset += int(base.storage_offset())
-    else:
-        base = made[x.slot]
-    if base.dtype != x.dtype:
-        base = base.view(x.dtype)
-    return base.as_strided(x.shape, x.stride, offset)
-
-
-def _given(x: Any, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Any:
-    if type(x) is Lies:
-        return _tensor(x, inputs, made)
-    return [_given(each, inputs, made) for each in x] if type(x) is list else x
-
-
-def _result(
-    slots: list[Slot], where: Where, inputs: Sequence[Tensor | None], made: dict[int, Tensor],
-    lies: Callable[[Where], Lies],
-) -> Tensor:  # fmt: skip
-    """Itself where it fills its slot: whoever gets it may write to it."""
-    found = made.get(where.slot)  # type: ignore[arg-type]
-    if found is not None and not where.offset and found.dtype == where.dtype and found.shape == where.shape:
-        return found
-    return _tensor(lies(where), inputs, made)
-
-
-def _strides(where: Where) -> tuple[int, ...]:
-    if where.stride or not where.shape:
-        return where.stride
-    strides, step = [], 1  # a buffer of a workspace lies densely
-    for size in reversed(where.shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+            ordinary(function.kernel, function.grid, told, function.numbers, loose, function.flags)
+        else:
+            found = function(*told, **{name: given(x, inputs, made) for name, x in named.items()})
+            for which, slot in results:
+                made[slot] = mine = found[which] if type(found) in (tuple, list) else found
+                for place, offset in self.moving.get(slot, ()):
+                    table[place] = mine.data_ptr() + offset
+        for slot in frees:
+            made.pop(slot, None)
 
 
 class Tape:

@@ -11,6 +11,7 @@ import torch
 import clusterattn as ca
 from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops.draw import kernels as draw_kernels
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -33,11 +34,14 @@ def some(b: int, n: int, padding: int) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 123456789012345])
-def test_directions_are_the_drawn_ones(seed: int) -> None:
-    like = tokens(1)
-    plain = draw.directions(3, 5, 10, seed, like)
-    for told in (seed, torch.tensor(seed, device=DEVICE)):
-        assert torch.allclose(FAST.directions(3, 5, 10, told, like), plain, rtol=1e-6, atol=1e-6)
+def test_normal_numbers_are_the_drawn_ones(seed: int) -> None:
+    like, stream = tokens(1), draw.STREAM_ROUNDS
+    plain = draw.normals(3, 50, seed, stream, like.cpu()).to(DEVICE)
+    assert torch.equal(FAST.directions(3, 5, 10, seed, like), draw.normals(3, 50, seed, stream, like).view(3, 5, 10))
+    for number, holder in ((seed, None), (0, torch.tensor(seed, device=DEVICE))):
+        drawn = draw_kernels.normal(3, 50, number, stream, like.device, holder)
+        assert torch.allclose(drawn, plain, rtol=1e-6, atol=1e-6)
+        assert torch.equal(draw_kernels.normal(1, 20, number, stream, like.device, holder)[0], drawn[0, :20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
@@ -174,8 +178,8 @@ def test_opcheck() -> None:
     queries, keys = FAST.chunked(hashes, None, chunk=4)
     seating = (None, queries, keys, None, None, None)
     for op, args in (
-        (ops.directions, (q.detach(), 2, 3, 16, 5, None, "triton")),
-        (ops.directions, (q.detach(), 2, 3, 16, 0, torch.tensor(5, device=DEVICE), "triton")),
+        (ops.normal, (q.detach(), 2, 48, 5, draw.STREAM_ROUNDS)),
+        (ops.normal, (q.detach(), 2, 48, 0, draw.STREAM_ROUNDS, torch.tensor(5, device=DEVICE))),
         (ops.scores, (q.detach(), k.detach(), drawn, keep, None, True, "triton")),
         (ops.polytope, (q.detach(), tokens(2, 3, 16), None, "triton")),
         (ops.balanced, (scores, scores, keep, keep, 4, 5, "triton")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clusterattn.ops import choose
 from clusterattn.ops._jit import HAVE_TRITON
 from clusterattn.ops.kmeans import kernels, reference
 
@@ -64,6 +65,38 @@ def test_training_is_that_of_the_reference(
         assert close.float().mean() > 0.97  # a point between two centroids may go either way
 
 
+@pytest.mark.parametrize("kind", ["euclid", "keys", "signs"])
+@pytest.mark.parametrize(("n", "d", "c", "sample"), [(150, 16, 7, None), (300, 20, 70, 200), (450, 64, 100, None)])
+def test_all_ways_of_training_find_the_same(
+    n: int, d: int, c: int, sample: int | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half precision: in one launch, in two for each round, and over sorted members. Codes add up to the same bits."""
+    x = points(1, 2, n, d, torch.float16)
+    if kind == "signs":
+        x = torch.where(x > 5, 1.0, -1.0).half()
+    form = metric(x) if kind == "keys" else None
+    start_at = positions(1, 2, n, c, holes=1)
+    train_at = None if sample is None else positions(1, 2, n, sample, holes=3)
+    valid = None if sample is not None else torch.arange(n, device=DEVICE).expand(2, n) < n - 11
+    settings = (x, valid, start_at, train_at, form, 3, kind == "signs")
+    once = kernels.kmeans(*settings)
+    monkeypatch.setattr(kernels, "TOGETHER", 0)
+    assert kernels.fits(x, c)
+    rounds, again = kernels.kmeans(*settings), kernels.kmeans(*settings)
+    monkeypatch.setattr(kernels, "fits", lambda *_: False)
+    stages = kernels.kmeans(*settings)
+    alive = (start_at >= 0).flatten(0, 1)
+    for one, two, same, three in zip(once, rounds, again, stages, strict=True):
+        assert torch.equal(two, same), "the same inputs give the same bits"
+        lives = alive if one.shape[1] == c else slice(None)
+        for mine, other in ((two[lives], one[lives]), (two[lives], three[lives])):
+            if kind == "signs":
+                assert torch.equal(mine, other)
+            else:
+                close = (mine.float() - other.float()).abs() <= 2e-3 * other.float().abs().max()
+                assert close.float().mean() > 0.97  # a point between two centroids may go either way
+
+
 @pytest.mark.parametrize("metric_of_keys", [False, True], ids=["euclid", "keys"])
 @pytest.mark.parametrize(
     ("n", "d", "c", "pool"), [(90, 16, 7, 56), (400, 20, 45, 360), (60, 64, 1, 8), (40, 16, 30, 33)]
@@ -121,3 +154,22 @@ def test_second_moments_of_wide_keys_come_in_columns(d: int) -> None:
     k = torch.randn(1, 2, 150, d, generator=torch.Generator().manual_seed(d)) + 3
     wanted = torch.stack([torch.cov(head.mT, correction=0) for head in k[0].double()])
     assert torch.allclose(covariance(k.to(DEVICE), None, None)[0].double().cpu(), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "half"])
+@pytest.mark.parametrize(("n", "top", "padding"), [(90, 16, 0), (700, 9, 11), (12, 12, 3)])
+def test_closest_points_are_those_of_the_reference(n: int, top: int, padding: int, dtype: torch.dtype) -> None:
+    x = torch.nn.functional.normalize(points(2, 2, n, 20).float() - 5, dim=-1).to(dtype)
+    c = torch.nn.functional.normalize(points(2, 2, 30, 20).float() - 5, dim=-1)[:, :, :13]
+    valid = None if not padding else (torch.arange(n, device=DEVICE) < n - padding).expand(2, n)
+    got, wanted = (choose(name).closest(c, x, valid, top) for name in ("triton", "reference"))
+    assert got.shape == wanted.shape == (2, 2, 13, top)
+    assert torch.equal(got < 0, wanted.sort(-1, descending=True).values < 0)
+    products = c @ x.float().mT
+    worst = [
+        torch.where(at < 0, 2.0, products.gather(3, at.clamp(min=0))).amin(-1) for at in (got, wanted)
+    ]  # fmt: skip
+    assert torch.allclose(*worst, atol=1e-5 if dtype == torch.float32 else 4e-3)
+    for row in got.flatten(0, 2).tolist():
+        there = [at for at in row if at >= 0]
+        assert len(set(there)) == len(there) == min(top, n - padding)

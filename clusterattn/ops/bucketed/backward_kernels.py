@@ -5,6 +5,7 @@ A bucket whose queries fit one tile is served by one program that reads everythi
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch
-from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, written
+from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, plain, written
 from .lists import Alone, seat_lists, sum_lists
 
 if TYPE_CHECKING:
@@ -235,22 +236,22 @@ def backward(
     """
     (b, h, n, _), hk = q.shape, k.shape[1]
     (g, s), z = seating.queries.shape[2:], seating.keys.shape[3]
-    pieces = max(1, min(hk, cdiv(g * (s + 2 * z), 6 * n)))  # six times q at once, the result included
+    pieces = max(1, min(b * hk, cdiv(g * (s + 2 * z), 6 * n)))  # six times q at once, the result included
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_bias = torch.empty(b, h, k.shape[2] if seating.bias is not None else 0, dtype=torch.float32, device=q.device)
-    group, size = h // hk, cdiv(hk, pieces)
-    for first in range(0, hk, size):
-        theirs, mine = slice(first, first + size), slice(first * group, (first + size) * group)
-
-        def of_heads(x: Tensor | None, mine: slice = mine) -> Tensor | None:
-            return None if x is None else x[:, mine].contiguous()
-
-        tables = ("queries", "keys", "bias", "low", "high", "rank")
-        few: dict[str, Any] = {name: of_heads(getattr(seating, name)) for name in tables}
+    names, group = ("queries", "keys", "bias", "low", "high", "rank"), h // hk
+    seating, out, lse, alone = plain(seating), out.contiguous(), lse.contiguous(), alone.contiguous()
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    # Whole sequences, or heads of one: what lies densely still does.
+    some, size = max(1, b // pieces), cdiv(hk, cdiv(pieces, b))
+    for row, head in itertools.product(range(0, b, some), range(0, hk, size)):
+        batch = slice(row, row + some)
+        theirs = batch, slice(head, head + size)
+        mine = batch, slice(head * group, (head + size) * group)
+        few: dict[str, Any] = {name: None if (x := getattr(seating, name)) is None else x[mine] for name in names}
         _few_heads(
-            d_out[:, mine], of_heads(d_lse), q[:, mine], k[:, theirs], v[:, theirs], out[:, mine].contiguous(),
-            lse[:, mine].contiguous(), alone[:, mine].contiguous(), replace(seating, **few),
-            (dq[:, mine], dk[:, theirs], dv[:, theirs], d_bias[:, mine]),
+            d_out[mine], None if d_lse is None else d_lse[mine], q[mine], k[theirs], v[theirs], out[mine], lse[mine],
+            alone[mine], replace(seating, **few), (dq[mine], dk[theirs], dv[theirs], d_bias[mine]),
         )  # fmt: skip
     return dq, dk, dv, d_bias
 

@@ -188,6 +188,13 @@ def join_kernel(
     tl.store(LSE + to, lse, mask=here)
 
 
+@jit
+def fill_kernel(X, total, BLOCK: tl.constexpr):
+    """-inf everywhere."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(X + at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=at < total)
+
+
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, seating: Seating
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
@@ -239,7 +246,8 @@ def forward(
     if where != ONCE:
         seats = lead * (g * s if where == BY_SEAT else rounds * n)
         part = torch.empty(seats, e, dtype=v.dtype, device=q.device)
-        part_lse = torch.full((seats,), float("-inf"), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(seats, dtype=torch.float32, device=q.device)
+        launch(fill_kernel, (cdiv(seats, 4096),), (part_lse,), (seats,), BLOCK=4096, num_warps=4)
     numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
     launch(
         bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers, WHERE=where, **tiles

@@ -1,4 +1,4 @@
-"""coarse: centroids attend to all keys; and top_keys, its exhaustive cousin for the oracle.
+"""coarse: centroids attend to all keys; closest, who lies next to each; and top_keys, the oracle's exhaustive cousin.
 
 Compiled graphs see one node whatever the length, and backward recomputes the (c x m) weights.
 """
@@ -16,7 +16,7 @@ from .. import _backends
 from .._op import op
 from .reference import SLOPE_CLUSTERS, Found, Gradients, Reach
 
-__all__ = ["SLOPE_CLUSTERS", "Coarse", "Reach", "coarse", "shares", "top_keys"]
+__all__ = ["SLOPE_CLUSTERS", "Coarse", "Reach", "closest", "coarse", "shares", "top_keys"]
 
 
 @dataclass(frozen=True)
@@ -188,3 +188,27 @@ def top_keys(q: Tensor, k: Tensor, mask: Mask, scale: float, top: int, *, backen
     """The best visible keys of every query, by exhaustive search: (b h n t)."""
     near_at: Tensor = _top_keys(q.detach() * scale, k.detach(), mask.keys, top, mask.causal)
     return near_at
+
+
+@op("closest")
+def _closest(c: Tensor, points: Tensor, valid: Optional[Tensor], top: int, backend: str) -> Tensor:
+    found: Tensor = _backends.function("closest", backend)(c, points, valid, top)
+    return found
+
+
+@_closest.fake
+def _(c: Tensor, points: Tensor, valid: Optional[Tensor], top: int, backend: str) -> Tensor:
+    return c.new_empty((*c.shape[:3], top), dtype=torch.int64)
+
+
+@_closest.flops
+def _(c: Any, points: Any, *_: Any) -> int:
+    b, h, rows, d = c
+    return int(2 * b * h * rows * points[2] * d)
+
+
+def closest(c: Tensor, points: Tensor, valid: Tensor | None, top: int, *, backend: str = "reference") -> Tensor:
+    """The ``top`` valid (b n; None: all) points (b h n d) with the largest products with each of c (b h c d), in any
+    order: (b h c top), -1 where there are fewer. No gradient."""
+    found: Tensor = _closest(c, points, valid, top, _backends.serving("closest", backend, c, points, top))
+    return found

@@ -28,3 +28,7 @@ def top_keys(q: Tensor, k: Tensor, key_mask: Tensor | None, top: int, causal: bo
             best, at = scores.topk(few, -1)
             found[heads, :, rows] = torch.where(best == NEVER, -1, at)
     return found.view(b, h, n, few)
+
+
+def closest(c: Tensor, points: Tensor, valid: Tensor | None, top: int) -> Tensor:
+    return top_keys(c, points, valid, top, False)

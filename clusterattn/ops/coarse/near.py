@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, tl
+from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .reference import Reach
@@ -186,3 +186,11 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
         num_warps=1 if many <= 256 else min(8, many // 128),
     )  # fmt: skip
     return near, bits
+
+
+def closest(c: Tensor, points: Tensor, valid: Tensor | None, top: int) -> Tensor:
+    """Of the points (b h n d) those with the largest products with each of c (b h c d): (b h c top)."""
+    points, c = rows(points), c.to(points.dtype).contiguous()
+    reach = Reach(scale=1.0, top=top, tangent=False, per=0, first=0, step=0)
+    near, _ = select(c, Arranged(points, points, None if valid is None else valid.contiguous()), reach, top)
+    return near.view(*c.shape[:3], top)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._jit import HAVE_TRITON
 from .._launch import current_stream, recording
-from .._op import op
+from .._op import Op, op
 
 Seed = int | Tensor  # a tensor has no dimension and is int64, on the device of the call
 
@@ -28,6 +28,7 @@ _MULTIPLIERS = (0x7FEB352D, 0x5BD1E995, 0x31848BAB)
 _LOW = 0xFFFFFFFF
 STREAM_PLANES, STREAM_STARTS, STREAM_ROUNDS, STREAM_SAMPLE, STREAM_KEYS, STREAM_DIRECTIONS = 1, 2, 3, 4, 5, 6
 STREAM_PART_STARTS, STREAM_PART_SAMPLE, STREAM_RESIDUALS = 15, 16, 17
+MOST_KEPT = 1 << 14  # normal numbers in a draw that is kept
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -75,19 +76,38 @@ def bits(counter: Tensor, seed: Seed, stream: int) -> Tensor:
     return drawn
 
 
-def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device, first: Tensor | int = 0) -> Tensor:
-    """Standard normal numbers (Box-Muller, computed in fp64 so that devices agree, shared out in fp32)."""
-    counter = torch.arange(math.prod(shape), device=device).view(shape) + first
-    one = (bits(counter, seed, 2 * stream).double() + 1) / 4294967297
-    two = bits(counter, seed, 2 * stream + 1).double() / 4294967296
+@op("normal")
+def _normal(
+    like: Tensor, rounds: int, each: int, number: int, stream: int, holder: Optional[Tensor] = None
+) -> Tensor:
+    if _in_one_launch(like):
+        from . import kernels  # Triton's, where there is a GPU
+
+        return kernels.normal(rounds, each, number, stream, like.device, holder)
+    first = torch.arange(rounds, device=like.device).unsqueeze(1) << 31
+    counter = first + torch.arange(each, device=like.device)
+    one = (_bits(counter, number, 2 * stream, holder).double() + 1) / 4294967297
+    two = _bits(counter, number, 2 * stream + 1, holder).double() / 4294967296
     return (torch.sqrt(-2 * torch.log(one)) * torch.cos(2 * math.pi * two)).float()
 
 
-def directions(rounds: int, each: int, d: int, seed: Seed, like: Tensor) -> Tensor:
-    """(r each d) random directions. Those of one round do not depend on how many there are: padding only adds some."""
-    return torch.stack(
-        [normal((each, d), seed, STREAM_ROUNDS, like.device, first=one << 31) for one in range(rounds)]
-    ).to(like.dtype)
+@_normal.fake
+def _(like: Tensor, rounds: int, each: int, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
+    return like.new_empty((rounds, each), dtype=torch.float32)
+
+
+def normals(rounds: int, each: int, seed: Seed, stream: int, like: Tensor) -> Tensor:
+    """(rounds each) standard normal numbers (Box-Muller, computed in fp64 so that devices agree, shared out in fp32).
+    Those of one round do not depend on how many rounds there are, nor on how many numbers: padding only adds some."""
+    if not _kept_where(like, seed) or rounds * each > MOST_KEPT:
+        number, holder = number_and_holder(seed)
+        return _normal(like, rounds, each, number, stream, holder)  # type: ignore[no-any-return]
+    return _drawn(_normal, rounds, each, seed, stream, like.device)
+
+
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """One round of ``normals``."""
+    return normals(1, math.prod(shape), seed, stream, torch.empty(0, device=device)).view(shape)
 
 
 @op("stratified_among")
@@ -130,7 +150,7 @@ def stratified_among(valid: Tensor, seed: Seed, stream: int, most: int, wanted: 
 
 
 @op("stratified")
-def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
+def _stratified(like: Tensor, n: int, most: int, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(like):
         from . import kernels  # Triton's, where there is a GPU
 
@@ -143,37 +163,41 @@ def _stratified(like: Tensor, n: int, number: int, stream: int, most: int, holde
 
 
 @_stratified.fake
-def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optional[Tensor] = None) -> Tensor:
+def _(like: Tensor, n: int, most: int, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     return like.new_empty((most,), dtype=torch.int64)
 
 
 def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
     """As stratified_among where all n tokens are valid: the same positions for every sequence, (most,)."""
-    number, holder = number_and_holder(seed)
-    plain = like.is_cuda and holder is None and not torch.compiler.is_compiling() and type(like) is Tensor
-    if plain and not torch.cuda.is_current_stream_capturing():  # a graph reads memory for good, and draws for itself
-        device = like.device
+    if not _kept_where(like, seed):
+        number, holder = number_and_holder(seed)
+        return _stratified(like, n, most, number, stream, holder)  # type: ignore[no-any-return]
+    return _drawn(_stratified, n, most, seed, stream, like.device)
 
-        def draw(number: int) -> Tensor:
-            return _kept(n, number, stream, most, device, current_stream(device))
 
-        tape, recording.tape = recording.tape, None
-        try:
-            drawn = draw(number)
-        finally:
-            recording.tape = tape
-        if tape is not None:
-            tape.drew(drawn, draw)
-        return drawn
-    return _stratified(like, n, number, stream, most, holder)  # type: ignore[no-any-return]
+def _kept_where(like: Tensor, seed: Seed) -> bool:
+    """Are draws kept? In eager calls on a GPU. Its graphs read memory for good, and draw for themselves."""
+    plain = like.is_cuda and isinstance(seed, int) and not torch.compiler.is_compiling() and type(like) is Tensor
+    return plain and not torch.cuda.is_current_stream_capturing()
+
+
+def _drawn(made: Op, first: int, second: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """What an op makes of two sizes, a seed and a stream. Whoever records a call notes that it is a draw, to be asked
+    for again with another seed."""
+    assert isinstance(seed, int)
+
+    def draw(number: int) -> Tensor:
+        return _kept(made, first, second, number, stream, device, current_stream(device))
+
+    return draw(seed) if recording.tape is None else recording.tape.drew(draw, seed)
 
 
 @functools.lru_cache(maxsize=256)
-def _kept(n: int, number: int, stream: int, most: int, device: torch.device, queue: int) -> Tensor:
+def _kept(made: Op, first: int, second: int, number: int, stream: int, device: torch.device, queue: int) -> Tensor:
     """The draw is a function of these numbers: a loop of calls with one seed need not launch it again. Kept for each
     queue of the device (a CUDA stream), where whoever reads it comes after whoever wrote it."""
     with torch.inference_mode(False):  # it will serve calls outside as well
-        drawn: Tensor = _stratified(torch.empty(0, device=device), n, number, stream, most, None)
+        drawn: Tensor = made(torch.empty(0, device=device), first, second, number, stream, None)
     return drawn
 
 

@@ -57,6 +57,33 @@ def bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Te
 
 
 @jit
+def normal_kernel(OUT, HOLDER, total, each, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    """Box-Muller in fp64 on the counters of each round."""
+    low, high = halves(HOLDER, low, high, HELD)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counter = at % each + ((at // each) << 31)
+    x = _mix((counter + low) & 0xFFFFFFFF)
+    x = _mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
+    salt = counter * 0 + 2 * stream  # int64, also where the launch has turned stream into a constant
+    one = _mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF)
+    two = _mix((x + 0x3C6EF372 * (salt + 1)) & 0xFFFFFFFF)
+    radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float64) + 1.0) / 4294967297.0))
+    drawn = radius * tl.cos(6.283185307179586 * (two.to(tl.float64) / 4294967296.0))
+    tl.store(OUT + at, drawn.to(tl.float32), mask=at < total)
+
+
+def normal(rounds: int, each: int, number: int, stream: int, device: torch.device, holder: Tensor | None) -> Tensor:
+    out = torch.empty(rounds, each, dtype=torch.float32, device=device)
+    held, halves = seed_arguments(number, holder, out)
+    if out.numel():
+        launch(
+            normal_kernel, (cdiv(out.numel(), 256),), (out, held), (out.numel(), each, stream), halves,
+            HELD=holder is not None, BLOCK=256, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@jit
 def _rank(lot, total, wanted, low, high, stream):
     """The rank, among ``total`` tokens, that lot number ``lot`` of ``wanted`` draws from its own stretch of them."""
     x = _mix((lot + low) & 0xFFFFFFFF)

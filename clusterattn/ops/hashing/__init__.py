@@ -13,23 +13,7 @@ from torch import Tensor
 
 from .. import _backends, draw
 from .._backends import REFERENCE, serving
-from .._chunks import wide
 from .._op import op
-
-
-@op("directions")
-def _directions(
-    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor], backend: str
-) -> Tensor:
-    found: Tensor = _backends.function("directions", backend)(rounds, each, d, number, like.device, holder)
-    return found
-
-
-@_directions.fake
-def _(
-    like: Tensor, rounds: int, each: int, d: int, number: int, holder: Optional[Tensor], backend: str
-) -> Tensor:
-    return like.new_empty((rounds, each, d), dtype=torch.float32)
 
 
 @op("scores")
@@ -132,13 +116,10 @@ _unit.gradient(_give_back, _keep)
 
 
 def directions(rounds: int, each: int, d: int, seed: draw.Seed, like: Tensor, *, backend: str = "reference") -> Tensor:
-    """(r each d) random directions in fp32 or better; those of one round do not depend on how many there are."""
-    name = serving("directions", backend, like)
-    if name != REFERENCE:
-        number, holder = draw.number_and_holder(seed)
-        drawn: Tensor = _directions(like, rounds, each, d, number, holder, name)
-        return drawn
-    return draw.directions(rounds, each, d, seed, wide(like.new_empty(0)))
+    """(r each d) random directions in fp32 or better; those of one round do not depend on how many there are. Draws are
+    the same whoever serves."""
+    drawn = draw.normals(rounds, each * d, seed, draw.STREAM_ROUNDS, like).view(rounds, each, d)
+    return drawn.double() if like.dtype == torch.float64 else drawn
 
 
 def scores(

@@ -10,29 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import draw
 from .._jit import jit, power, precision, rows, tl
-from .._launch import cdiv, launch
-from ..draw import kernels as draw_kernels
+from .._launch import cdiv, launch, workspace
 
 LEAST_BITS = 18
 WIDEST = 8192  # numbers in a tile of rows
-
-
-@jit
-def directions_kernel(OUT, HOLDER, total, each, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """draw.directions in one launch: Box-Muller in fp64 on the counters of each round."""
-    low, high = draw_kernels.halves(HOLDER, low, high, HELD)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    counter = at % each + ((at // each) << 31)
-    x = draw_kernels._mix((counter + low) & 0xFFFFFFFF)
-    x = draw_kernels._mix(x ^ (((counter >> 32) ^ high) & 0xFFFFFFFF))
-    salt = counter * 0 + 2 * stream  # int64, also where the launch has turned stream into a constant
-    one = draw_kernels._mix((x + 0x3C6EF372 * salt) & 0xFFFFFFFF)
-    two = draw_kernels._mix((x + 0x3C6EF372 * (salt + 1)) & 0xFFFFFFFF)
-    radius = tl.sqrt(-2.0 * tl.log((one.to(tl.float64) + 1.0) / 4294967297.0))
-    drawn = radius * tl.cos(6.283185307179586 * (two.to(tl.float64) / 4294967296.0))
-    tl.store(OUT + at, drawn.to(tl.float32), mask=at < total)
+PROGRAMS = 256  # that share a head at most
 
 
 @jit
@@ -45,45 +28,77 @@ def _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn):
 
 
 @jit
-def project_kernel(
-    X, DRAWN, VALID, SCORES, NORMS, MOST, n, d, width, heads, sxb, sxh, sxn,
+def _project(
+    X, DRAWN, VALID, SCORES, NORMS, MOST, lead, n, d, width, heads, sxb, sxh, sxn,
     LIFTED: tl.constexpr, HAS_VALID: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """All r projections of a tile of rows, and with LIFTED their squared norms and the largest of them in each head.
-
-    MOST holds the bits of floats >= 0, which order as integers do: its atomic maximum is the same in any order.
-    """
-    lead = tl.program_id(1).to(tl.int64)
-    at, dims = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn).to(tl.float32)
-    for one in tl.static_range(R):
-        drawn = tl.load(DRAWN + one * width + dims, mask=dims < d, other=0.0)
-        tl.store(SCORES + (lead * R + one) * n + at, tl.sum(x * drawn[None, :], 1), mask=at < n)
+    mine, programs, dims = tl.program_id(0), tl.num_programs(0), tl.arange(0, BD)
+    most = tl.zeros((BN,), tl.float32)
+    for first in range(mine * BN, n, programs * BN):
+        at = first + tl.arange(0, BN)
+        x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn).to(tl.float32)
+        for one in tl.static_range(R):
+            drawn = tl.load(DRAWN + one * width + dims, mask=dims < d, other=0.0)
+            tl.store(SCORES + (lead * R + one) * n + at, tl.sum(x * drawn[None, :], 1), mask=at < n)
+        if LIFTED:
+            norm = tl.sum(x * x, 1)
+            tl.store(NORMS + lead * n + at, norm, mask=at < n)
+            if HAS_VALID:
+                valid = tl.load(VALID + (lead // heads) * n + at, mask=at < n, other=0)
+                norm = tl.where(valid != 0, norm, 0.0)
+            most = tl.maximum(most, norm)
     if LIFTED:
-        norm = tl.sum(x * x, 1)
-        tl.store(NORMS + lead * n + at, norm, mask=at < n)
-        if HAS_VALID:
-            valid = tl.load(VALID + (lead // heads) * n + at, mask=at < n, other=0)
-            norm = tl.where(valid != 0, norm, 0.0)
-        tl.atomic_max(MOST + lead, tl.max(norm, 0).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.store(MOST + lead * programs + mine, tl.max(most, 0))
 
 
 @jit
-def lift_kernel(
-    SCORES, NORMS, MINE, OTHERS, DRAWN, OUT, n, column, width, heads, group, other_group,
-    R: tl.constexpr, BN: tl.constexpr,
+def project_kernel(
+    Q, K, DRAWN, VALID_Q, VALID_K, SCORES_Q, SCORES_K, NORMS_Q, NORMS_K, MOST_Q, MOST_K,
+    n, m, d, width, heads, key_heads, sqb, sqh, sqn, skb, skh, skm,
+    LIFTED: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Scores for each query head: those of its own or its group's rows, moved along by the lift."""
+    """All r projections of queries and keys, and with LIFTED their squared norms and the largest that each program of a
+    head has seen: MOST (lead programs)."""
     lead = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    mine = (lead // heads) * (heads // group) + (lead % heads) // group
-    other = (lead // heads) * (heads // other_group) + (lead % heads) // other_group
-    most = tl.load(MINE + mine).to(tl.float32, bitcast=True) + tl.load(OTHERS + other).to(tl.float32, bitcast=True)
+    if tl.program_id(2) == 0:
+        _project(
+            Q, DRAWN, VALID_Q, SCORES_Q, NORMS_Q, MOST_Q, lead, n, d, width, heads, sqb, sqh, sqn,
+            LIFTED, HAS_Q, R, BN, BD,
+        )  # fmt: skip
+    elif lead < tl.num_programs(1) // heads * key_heads:
+        _project(
+            K, DRAWN, VALID_K, SCORES_K, NORMS_K, MOST_K, lead, m, d, width, key_heads, skb, skh, skm,
+            LIFTED, HAS_K, R, BN, BD,
+        )  # fmt: skip
+
+
+@jit
+def _lift(
+    SCORES, NORMS, MINE, OTHERS, DRAWN, OUT, lead, mine, other, n, column, width, programs,
+    R: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    at, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BP)
+    most = tl.max(tl.load(MINE + mine * programs + part, mask=part < programs, other=0.0), 0)
+    most += tl.max(tl.load(OTHERS + other * programs + part, mask=part < programs, other=0.0), 0)
     lift = tl.sqrt(tl.maximum(most - tl.load(NORMS + mine * n + at, mask=at < n, other=0.0), 0.0))
     for one in tl.static_range(R):
         score = tl.load(SCORES + (mine * R + one) * n + at, mask=at < n, other=0.0)
         score += tl.load(DRAWN + one * width + column) * lift
         tl.store(OUT + (lead * R + one) * n + at, score, mask=at < n)
+
+
+@jit
+def lift_kernel(
+    SCORES_Q, SCORES_K, NORMS_Q, NORMS_K, MOST_Q, MOST_K, DRAWN, OUT_Q, OUT_K, n, m, d, width, heads, group, programs,
+    R: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Scores for each query head: those of its own queries and its group's keys, moved along by the lift."""
+    lead = tl.program_id(1).to(tl.int64)
+    keys = (lead // heads) * (heads // group) + (lead % heads) // group
+    if tl.program_id(2) == 0:
+        _lift(SCORES_Q, NORMS_Q, MOST_Q, MOST_K, DRAWN, OUT_Q, lead, lead, keys, n, d + 1, width, programs, R, BN, BP)
+    else:
+        _lift(SCORES_K, NORMS_K, MOST_K, MOST_Q, DRAWN, OUT_K, lead, keys, lead, m, d, width, programs, R, BN, BP)
 
 
 @jit
@@ -123,13 +138,11 @@ def polytope_kernel(
 
 
 @jit
-def pack_kernel(
-    BY, VALID, OUT, first, segment, n, rows_each, step,
+def _pack(
+    BY, VALID, OUT, row, first, segment, n, rows_each, step,
     BITS: tl.constexpr, HAS_VALID: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sort key of each number: its segment, then the number itself (BITS of a float, or an integer below step - 1);
-    the padded ones last."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     by = tl.load(BY + row * n + at, mask=at < n, other=0)
     if BITS > 0:
         bits = by.to(tl.int32, bitcast=True)
@@ -146,14 +159,25 @@ def pack_kernel(
 
 
 @jit
-def seat_kernel(
-    INDEX, REAL, OTHER_REAL, TABLE, first, n, m, g, size, other_size, width, rows_each, shared,
+def pack_kernel(
+    BY, OTHER, VALID, OTHER_VALID, OUT, n, m, rows_each, step,
+    BITS: tl.constexpr, HAS_VALID: tl.constexpr, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sort key of each number: its segment, then the number itself (BITS of a float, or an integer below step - 1);
+    the padded ones last. The rows of OTHER follow those of BY."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    if tl.program_id(2) == 0:
+        _pack(BY, VALID, OUT, row, 0, 0, n, rows_each, step, BITS, HAS_VALID, BLOCK)
+    else:
+        _pack(OTHER, OTHER_VALID, OUT, row, rows * n, rows, m, rows_each, step, BITS, HAS_OTHER, BLOCK)
+
+
+@jit
+def _seat(
+    INDEX, REAL, OTHER_REAL, TABLE, row, first, n, m, g, size, other_size, width, rows_each, shared,
     HAS_REAL: tl.constexpr, HAS_OTHER: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The table (row g width) of the tokens in the order INDEX (row n). BALANCED: as many buckets as the side that
-    needs more, filled evenly; otherwise chunks of ``size``, each with those before it as far as ``width`` reaches."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    batch = row // rows_each
+    at, batch = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), row // rows_each
     bucket, seat = (at // width).to(tl.int64), at % width
     real, other = n + batch * 0, m + batch * 0
     if HAS_REAL:
@@ -179,6 +203,30 @@ def seat_kernel(
 
 
 @jit
+def seat_kernel(
+    INDEX, REAL_Q, REAL_K, QUERIES, KEYS, n, m, g, q_size, k_size, q_width, k_width, rows_each,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tables (row g width) of the tokens in the order INDEX (row n). BALANCED: as many buckets as the side that
+    needs more, filled evenly, the rows of keys (row m) after those of queries; otherwise both are the same rows in
+    chunks of ``size``, each with those before it as far as ``width`` reaches."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    first = rows * n
+    if not BALANCED:
+        first = rows * 0
+    if tl.program_id(2) == 0:
+        _seat(
+            INDEX, REAL_Q, REAL_K, QUERIES, row, rows * 0, n, m, g, q_size, k_size, q_width, rows_each, 0,
+            HAS_Q, HAS_K, BALANCED, BLOCK,
+        )  # fmt: skip
+    else:
+        _seat(
+            INDEX, REAL_K, REAL_Q, KEYS, row, first, m, n, g, k_size, q_size, k_width, rows_each, 1,
+            HAS_K, HAS_Q, BALANCED, BLOCK,
+        )  # fmt: skip
+
+
+@jit
 def unit_kernel(X, DY, OUT, n, d, heads, sxb, sxh, sxn, BACKWARD: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Rows of length 1; BACKWARD: the gradient of x from that of the unit rows."""
     lead = tl.program_id(1).to(tl.int64)
@@ -201,48 +249,31 @@ def _flags(valid: Tensor | None, like: Tensor) -> Tensor:
     return like if valid is None else valid.contiguous().view(torch.int8)
 
 
-def directions(rounds: int, each: int, d: int, number: int, device: torch.device, holder: Tensor | None) -> Tensor:
-    out = torch.empty(rounds, each, d, dtype=torch.float32, device=device)
-    held, halves = draw_kernels.seed_arguments(number, holder, out)
-    if out.numel():
-        launch(
-            directions_kernel, (cdiv(out.numel(), 256),), (out, held), (out.numel(), each * d, draw.STREAM_ROUNDS),
-            halves, HELD=holder is not None, BLOCK=256, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
 def scores(
     q: Tensor, k: Tensor, drawn: Tensor, valid_q: Tensor | None, valid_k: Tensor | None, lifted: bool
 ) -> tuple[Tensor, Tensor]:
-    (b, h), (r, width), group = q.shape[:2], drawn.shape, q.shape[1] // k.shape[1]
-    drawn = drawn.float().contiguous()
-    most = torch.zeros(2, b * h if lifted else 0, dtype=torch.int32, device=q.device)
-    found = []
-    for x, valid, mine in ((rows(q), valid_q, most[0]), (rows(k), valid_k, most[1])):
-        _, heads, n, d = x.shape
-        score = torch.empty(b, heads, r, n, dtype=torch.float32, device=x.device)
-        norm = torch.empty(b, heads, n if lifted else 0, dtype=torch.float32, device=x.device)
-        tile = WIDEST // power(d)
-        launch(
-            project_kernel, (cdiv(n, tile), b * heads), (x, drawn, _flags(valid, x), score, norm, mine),
-            (n, d, width, heads, *x.stride()[:3]),
-            LIFTED=lifted, HAS_VALID=valid is not None, R=r, BN=tile, BD=power(d), num_warps=4,
-        )  # fmt: skip
-        found.append((score, norm))
+    q, k, drawn = rows(q), rows(k), drawn.float().contiguous()
+    (b, h, n, d), (hk, m), (r, width) = q.shape, k.shape[1:3], drawn.shape
+    tile, longest = WIDEST // power(d), max(n, m)
+    programs = min(cdiv(longest, tile), PROGRAMS)
+    score_q, score_k = (torch.empty(*x.shape[:2], r, x.shape[2], dtype=torch.float32, device=q.device) for x in (q, k))
+    norm_q, norm_k, most_q, most_k = workspace(
+        q.device, *(((b, heads, length if lifted else 0), torch.float32) for heads, length in ((h, n), (hk, m))),
+        *(((b, heads, programs), torch.float32) for heads in (h, hk)),
+    )  # fmt: skip
+    found = score_q, score_k, norm_q, norm_k, most_q, most_k
+    launch(
+        project_kernel, (programs, b * h, 2), (q, k, drawn, _flags(valid_q, q), _flags(valid_k, k), *found),
+        (n, m, d, width, h, hk, *q.stride()[:3], *k.stride()[:3]),
+        LIFTED=lifted, HAS_Q=valid_q is not None, HAS_K=valid_k is not None, R=r, BN=tile, BD=power(d), num_warps=4,
+    )  # fmt: skip
     if not lifted:
-        return found[0][0], found[1][0] if group == 1 else found[1][0].repeat_interleave(group, 1)
-    d, lifts = q.shape[-1], []
-    for (score, norm), mine, others, groups, column in (
-        (found[0], most[0], most[1], (1, group), d + 1), (found[1], most[1], most[0], (group, 1), d),
-    ):  # fmt: skip
-        n = score.shape[3]
-        out = torch.empty(b, h, r, n, dtype=torch.float32, device=q.device)
-        launch(
-            lift_kernel, (cdiv(n, 1024), b * h), (score, norm, mine, others, drawn, out),
-            (n, column, width, h, *groups), R=r, BN=1024, num_warps=4,
-        )  # fmt: skip
-        lifts.append(out)
+        return score_q, score_k if h == hk else score_k.repeat_interleave(h // hk, 1)
+    lifts = [torch.empty(b, h, r, length, dtype=torch.float32, device=q.device) for length in (n, m)]
+    launch(
+        lift_kernel, (cdiv(longest, 1024), b * h, 2), (*found, drawn, *lifts), (n, m, d, width, h, h // hk, programs),
+        R=r, BN=1024, BP=power(programs), num_warps=4,
+    )  # fmt: skip
     return lifts[0], lifts[1]
 
 
@@ -263,13 +294,13 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None) -> Tensor:
     return hashes
 
 
-def _order(numbers: list[Tensor], valid: list[Tensor | None], limit: int) -> tuple[Tensor, list[int]]:
-    """The stable order of each row (b h r n) of each tensor of numbers, the padded ones last, by one flat sort.
+def _order(numbers: list[Tensor], valid: list[Tensor | None], limit: int) -> Tensor:
+    """The stable order of each row (b h r n) of one or two tensors of numbers, the padded ones last, by one flat sort.
 
-    -> positions in the flat sequence of all rows, and where each tensor's rows begin. ``limit``: integers are below it;
-    0: the numbers are floats.
+    -> positions in the flat sequence of all rows. ``limit``: integers are below it; 0: the numbers are floats.
     """
-    total, segments = sum(x.numel() for x in numbers), sum(x.shape[:3].numel() for x in numbers)
+    (b, h, r, n), m, many = numbers[0].shape, numbers[-1].shape[3], len(numbers)
+    total, segments = sum(x.numel() for x in numbers), many * b * h * r
     taken = max(segments - 1, 1).bit_length()
     if limit:
         step, kind = limit + 1, torch.int64
@@ -280,58 +311,49 @@ def _order(numbers: list[Tensor], valid: list[Tensor | None], limit: int) -> tup
         bits, kind = (31 - taken, torch.int32) if 31 - taken >= LEAST_BITS else (32, torch.int64)
         step = 1 << bits
     keys = torch.empty(total, dtype=kind, device=numbers[0].device)
-    starts, segment, start = [], 0, 0
-    for x, real in zip(numbers, valid, strict=True):
-        b, h, r, n = x.shape
-        launch(
-            pack_kernel, (b * h * r, cdiv(n, 1024)), (x.contiguous(), _flags(real, x), keys),
-            (start, segment, n, h * r, step),
-            BITS=bits, HAS_VALID=real is not None, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        starts.append(start)
-        start, segment = start + x.numel(), segment + b * h * r
-    return keys.sort(stable=True).indices, starts
+    by, other = numbers[0].contiguous(), numbers[-1].contiguous()
+    launch(
+        pack_kernel, (b * h * r, cdiv(max(n, m), 1024), many),
+        (by, other, _flags(valid[0], by), _flags(valid[-1], by), keys), (n, m, h * r, step),
+        BITS=bits, HAS_VALID=valid[0] is not None, HAS_OTHER=valid[-1] is not None, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return keys.sort(stable=True).indices
 
 
 def _counts(valid: Tensor | None) -> Tensor | None:
     return None if valid is None else valid.sum(-1)
 
 
-def _seat(
-    order: Tensor, first: int, by: Tensor, real: Tensor | None, other_real: Tensor | None, m: int,
-    g: int, size: int, other_size: int, width: int, shared: int, balanced: bool,
-) -> Tensor:  # fmt: skip
+def _seats(
+    order: Tensor, by: Tensor, m: int, real_q: Tensor | None, real_k: Tensor | None, g: int,
+    sizes: tuple[int, int], widths: tuple[int, int], balanced: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, r, n = by.shape
-    table = torch.empty(b, h, r * g, width, dtype=torch.int64, device=by.device)
+    queries, keys = (torch.empty(b, h, r * g, width, dtype=torch.int64, device=by.device) for width in widths)
     launch(
-        seat_kernel, (b * h * r, cdiv(g * width, 1024)),
-        (order, real if real is not None else order, other_real if other_real is not None else order, table),
-        (first, n, m, g, size, other_size, width, h * r, shared),
-        HAS_REAL=real is not None, HAS_OTHER=other_real is not None, BALANCED=balanced, BLOCK=1024, num_warps=4,
+        seat_kernel, (b * h * r, cdiv(g * max(widths), 1024), 2),
+        (order, order if real_q is None else real_q, order if real_k is None else real_k, queries, keys),
+        (n, m, g, *sizes, *widths, h * r),
+        HAS_Q=real_q is not None, HAS_K=real_k is not None, BALANCED=balanced, BLOCK=1024, num_warps=4,
     )  # fmt: skip
-    return table
+    return queries, keys
 
 
 def balanced(
     score_q: Tensor, score_k: Tensor, valid_q: Tensor | None, valid_k: Tensor | None, q_seats: int, k_seats: int
 ) -> tuple[Tensor, Tensor]:
     n, m = score_q.shape[3], score_k.shape[3]
-    hashed = not score_q.is_floating_point()
     g = max(-(-n // q_seats), -(-m // k_seats), 1)
-    order, (q_first, k_first) = _order([score_q, score_k], [valid_q, valid_k], g + 2 if hashed else 0)
-    real_q, real_k = _counts(valid_q), _counts(valid_k)
-    return (
-        _seat(order, q_first, score_q, real_q, real_k, m, g, q_seats, k_seats, min(q_seats, n), 0, True),
-        _seat(order, k_first, score_k, real_k, real_q, n, g, k_seats, q_seats, min(k_seats, m), 1, True),
-    )
+    order = _order([score_q, score_k], [valid_q, valid_k], 0 if score_q.is_floating_point() else g + 2)
+    seats, widths = (q_seats, k_seats), (min(q_seats, n), min(k_seats, m))
+    return _seats(order, score_q, m, _counts(valid_q), _counts(valid_k), g, seats, widths, True)
 
 
 def chunked(hashes: Tensor, valid: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
     n, real = hashes.shape[3], _counts(valid)
     g = max(-(-n // chunk), 1)
-    order, (first,) = _order([hashes], [valid], g + 2)
-    mine, seen = (_seat(order, first, hashes, real, None, 0, g, chunk, 1, w, 0, False) for w in (chunk, 2 * chunk))
-    return mine, seen
+    order = _order([hashes], [valid], g + 2)
+    return _seats(order, hashes, n, real, real, g, (chunk, chunk), (chunk, 2 * chunk), False)
 
 
 def unit(x: Tensor) -> Tensor:

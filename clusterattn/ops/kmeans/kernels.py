@@ -17,14 +17,14 @@ from ..members import kernels as member_kernels
 from . import dtype_of_codes, padded
 from .far_kernels import far
 from .reference import FEW, rows_at
-from .train_kernels import move, seen_by, train
+from .train_kernels import fits, move, seen_by, train, train_apart
 
 TOGETHER = 1 << 16  # rows, over all heads, that are trained on in one launch
 
 
 @jit
 def codes_kernel(
-    X, PLANES, THRESHOLDS, OUT, n, d, w, width, heads, sxb, sxh, sxn,
+    X, PLANES, THRESHOLDS, OUT, n, d, w, width, heads, sxb, sxh, sxn, spd, spw, st,
     HAS_THRESHOLDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Signs of the products with the planes (d w); zeros from w to width."""
@@ -35,11 +35,11 @@ def codes_kernel(
         mask=(at < n)[:, None] & (dims < d)[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
     planes = tl.load(
-        PLANES + dims[:, None] * w + bit[None, :], mask=(dims < d)[:, None] & (bit < w)[None, :], other=0.0
+        PLANES + dims[:, None] * spd + bit[None, :] * spw, mask=(dims < d)[:, None] & (bit < w)[None, :], other=0.0
     )
     side = tl.dot(x, planes, input_precision=PRECISION)
     if HAS_THRESHOLDS:
-        side -= tl.load(THRESHOLDS + bit, mask=bit < w, other=0.0)[None, :]
+        side -= tl.load(THRESHOLDS + bit * st, mask=bit < w, other=0.0)[None, :]
     sign = tl.where((bit < w)[None, :], tl.where(side > 0, 1.0, -1.0), 0.0)
     tl.store(
         OUT + (lead * n + at)[:, None] * width + bit[None, :], sign.to(OUT.dtype.element_ty),
@@ -48,14 +48,14 @@ def codes_kernel(
 
 
 def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
-    x, planes = rows(x), planes.float().contiguous()
+    x, planes = rows(x), planes.float()
+    beyond = planes[0] if thresholds is None else thresholds.float()
     (b, h, n, d), w = x.shape, planes.shape[1]
     out = torch.empty(b, h, n, padded(w), dtype=dtype_of_codes(x), device=x.device)
     if out.numel():
         launch(
-            codes_kernel, (cdiv(n, 64), b * h),
-            (x, planes, thresholds.float().contiguous() if thresholds is not None else planes, out),
-            (n, d, w, padded(w), h, *x.stride()[:3]),
+            codes_kernel, (cdiv(n, 64), b * h), (x, planes, beyond, out),
+            (n, d, w, padded(w), h, *x.stride()[:3], *planes.stride(), *beyond.stride()),
             HAS_THRESHOLDS=thresholds is not None, BN=64, BD=power(d), BW=power(w),
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
@@ -293,10 +293,12 @@ def _train(
     origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
     signs: bool,
 ) -> None:  # fmt: skip
-    """In one launch, or stage by stage: with many rows each stage fills the device, and sums over sorted members move
-    less than a product with the labels."""
-    if len(w) * (points if train_at is None else train_at).shape[2] <= TOGETHER:
-        train(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
+    """In one launch, or stage by stage: with many rows each stage fills the device, and with many clusters sums over
+    sorted members move less than a product with the labels."""
+    few = len(w) * (points if train_at is None else train_at).shape[2] <= TOGETHER
+    if few or fits(points, w.shape[1]):
+        run = train if few else train_apart
+        run(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
         return
     if train_at is not None:
         points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)

@@ -17,6 +17,7 @@ from .._jit import INTERPRETING, jit, power, precision, tl
 from .._launch import Buffer, cdiv, launch, workspace
 
 STRIP = 16  # centroids that a program moves at once
+FILL, TILE = 2, 64  # programs to a multiprocessor where none waits for others, and the rows of their tiles
 
 
 @jit
@@ -49,21 +50,77 @@ def sample_rows(
 
 
 @jit
+def _centroids(W, OFFSET, lead, which, dims, c, d):
+    """Their side of the product, as others wrote it in this launch."""
+    w = tl.load(
+        W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which < c)[:, None] & (dims < d)[None, :],
+        other=0.0, cache_modifier=".cg",
+    )  # fmt: skip
+    return w, tl.load(OFFSET + lead * c + which, mask=which < c, other=float("-inf"), cache_modifier=".cg")
+
+
+@jit
 def _best(x, W, OFFSET, lead, c, d, dims, BN: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr):
     """The nearest centroid of each row; ties go to the lowest."""
     best, label = tl.full((BN,), float("-inf"), tl.float32), tl.zeros((BN,), tl.int32)
     for first in range(0, c, BC):
-        which = first + tl.arange(0, BC)
-        w = tl.load(
-            W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which < c)[:, None] & (dims < d)[None, :],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        offset = tl.load(OFFSET + lead * c + which, mask=which < c, other=float("-inf"), cache_modifier=".cg")
+        w, offset = _centroids(W, OFFSET, lead, first + tl.arange(0, BC), dims, c, d)
         scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
         highest, index = tl.max(scores, axis=1, return_indices=True)
         label = tl.where(highest > best, index + first, label)
         best = tl.maximum(best, highest)
     return label
+
+
+@jit
+def _add_stretch(
+    X, AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, stop, out, origin, dims,
+    n, d, c, sxb, sxh, sxn, stb, sth, HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, SIGNS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums of a stretch of rows by their nearest centroids, of which there are no more than BC: rows are read once,
+    and sums stay in registers."""
+    which = tl.arange(0, BC)
+    w, offset = _centroids(W, OFFSET, lead, which, dims, c, d)
+    total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
+    for start in range(first_row, stop, BN):
+        at = start + tl.arange(0, BN)
+        x, real = sample_rows(
+            X, AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth, HAS_AT, HAS_VALID
+        )
+        moved = x
+        if not SIGNS:
+            moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
+        # centroids down, rows across: the labels' one-hot matrix then lies as the next product takes it
+        scores = tl.dot(w, tl.trans(moved), input_precision=PRECISION) + offset[:, None]
+        if SIGNS:  # whole numbers: with the index taken off no two are the same, and of equals the lowest is largest
+            scores = scores * BC - which[:, None]
+            chosen = (scores == tl.max(scores, axis=0)[None, :]) & real[None, :]
+        else:
+            chosen = (which[:, None] == tl.argmax(scores, axis=0)[None, :]) & real[None, :]
+        total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
+        count += tl.sum(chosen.to(tl.float32), 1)
+    place = out + which
+    tl.store(SUMS + place[:, None] * d + dims[None, :], total, mask=(which < c)[:, None] & (dims < d)[None, :])
+    tl.store(COUNTS + place, count, mask=which < c)
+
+
+@jit
+def round_kernel(
+    X, TRAIN_AT, VALID, ORIGIN, W, OFFSET, SUMS, COUNTS,
+    n, d, c, rows, heads, programs, stretch, sxb, sxh, sxn, stb, sth,
+    HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, SIGNS: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first phase of one round alone: SUMS (lead programs c d), COUNTS (lead programs c)."""
+    mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BD)
+    origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
+    first_row, out = mine * stretch, (lead * programs + mine) * c
+    _add_stretch(
+        X, TRAIN_AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, min(rows, first_row + stretch), out,
+        origin, dims, n, d, c, sxb, sxh, sxn, stb, sth, HAS_AT, HAS_VALID, SIGNS, BN, BC, BD, PRECISION,
+    )  # fmt: skip
 
 
 @jit
@@ -102,26 +159,10 @@ def train_kernel(
     for phase in range(begin, end):
         if phase % 2 == 0:
             if ONE_BLOCK:
-                which = tl.arange(0, BC)
-                total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
-                for start in range(first_row, stop, BN):
-                    at = start + tl.arange(0, BN)
-                    x, real = sample_rows(
-                        X, TRAIN_AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth,
-                        HAS_AT, HAS_VALID,
-                    )  # fmt: skip
-                    moved = x
-                    if not SIGNS:
-                        moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
-                    label = tl.where(real, _best(moved, W, OFFSET, lead, c, d, dims, BN, BC, PRECISION), -1)
-                    chosen = which[:, None] == label[None, :]
-                    total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
-                    count += tl.sum(chosen.to(tl.float32), 1)
-                place = out + which
-                tl.store(
-                    SUMS + place[:, None] * d + dims[None, :], total, mask=(which < c)[:, None] & (dims < d)[None, :]
-                )
-                tl.store(COUNTS + place, count, mask=which < c)
+                _add_stretch(
+                    X, TRAIN_AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, stop, out, origin, dims,
+                    n, d, c, sxb, sxh, sxn, stb, sth, HAS_AT, HAS_VALID, SIGNS, BN, BC, BD, PRECISION,
+                )  # fmt: skip
             else:
                 for start in range(first_row, stop, BN):
                     at = start + tl.arange(0, BN)
@@ -198,9 +239,9 @@ def multiprocessors(device: torch.device) -> int:
     return 6 if INTERPRETING else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def together(programs: int, lead: int, device: torch.device) -> int:
-    """How many programs may share a head, when all of all heads must run at the same time."""
-    return max(1, min(programs, multiprocessors(device) // max(lead, 1)))
+def together(programs: int, lead: int, device: torch.device, each: int = 1) -> int:
+    """How many programs may share a head, when all of all heads run at the same time, ``each`` to a multiprocessor."""
+    return max(1, min(programs, each * multiprocessors(device) // max(lead, 1)))
 
 
 def _tiles(points: Tensor, clusters: int) -> tuple[int, int]:
@@ -252,9 +293,43 @@ def train(
         )  # fmt: skip
 
 
+def fits(points: Tensor, clusters: int) -> bool:
+    """Whether a program can hold the sums of all clusters, and two programs a multiprocessor: many rows are read once
+    in each round then."""
+    return points.element_size() == 2 and power(points.shape[3]) <= 64 and power(clusters) <= 128
+
+
+def train_apart(
+    points: Tensor, valid: Tensor | None, start_at: Tensor, train_at: Tensor | None, form: Tensor | None,
+    origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
+    signs: bool,
+) -> None:  # fmt: skip
+    """As ``train``, in two launches for each round: as many programs as fill the device, and none waits for others. For
+    clusters that fit."""
+    (b, h, n, d), c, device = points.shape, start_at.shape[2], points.device
+    lead, rows = b * h, n if train_at is None else train_at.shape[2]
+    programs = together(cdiv(rows, TILE), lead, device, FILL)
+    stretch = cdiv(cdiv(rows, programs), TILE) * TILE
+    programs = cdiv(rows, stretch)
+    sums, counts = workspace(device, ((lead, programs, c, d), torch.float32), ((lead, programs, c), torch.float32))
+    tensors = (
+        points, start_at if train_at is None else train_at, points if valid is None else valid, origin, w, offset,
+        sums, counts,
+    )  # fmt: skip
+    train_strides = (0, 0) if train_at is None else train_at.stride()[:2]
+    for _ in range(updates):
+        launch(
+            round_kernel, (programs, lead), tensors,
+            (n, d, c, rows, h, programs, stretch, *points.stride()[:3], *train_strides),
+            HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, SIGNS=signs, BN=TILE,
+            BC=power(c), BD=power(d), PRECISION=precision(points), num_warps=8, num_stages=1, maxnreg=128,
+        )  # fmt: skip
+        move(points, start_at, form, origin, centroids, w, offset, barrier, sums, counts, signs)
+
+
 def move(
     points: Tensor, start_at: Tensor, form: Tensor | None, origin: Tensor, centroids: Tensor | Buffer, w: Tensor,
-    offset: Tensor, barrier: Tensor | Buffer, sums: Tensor, counts: Tensor, signs: bool,
+    offset: Tensor, barrier: Tensor | Buffer, sums: Tensor | Buffer, counts: Tensor | Buffer, signs: bool,
 ) -> None:  # fmt: skip
     """One update alone, at which nobody waits, from sums (lead splits c d) and counts (lead splits c) of others."""
     (b, h, n, d), c, splits, wide = points.shape, start_at.shape[2], sums.shape[1], power(points.shape[3])
@@ -266,6 +341,6 @@ def move(
     launch(
         train_kernel, (cdiv(c, STRIP), b * h), tensors, (n, d, c, n, h, splits, n, STRIP, 1, 2, *strides),
         HAS_AT=False, HAS_VALID=False, HAS_FORM=form is not None, SIGNS=signs, ONE_BLOCK=True, BN=16, BC=16,
-        BS=min(4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points),
-        num_warps=4, num_stages=1,
+        BS=min(8 if wide <= 64 else 4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP,
+        PRECISION=precision(points), num_warps=4, num_stages=1,
     )  # fmt: skip
