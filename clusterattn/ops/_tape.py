@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
-from ._lies import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Lies, Where, given, result, strides_of
+from ._places import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Place, Where, given, result, strides_of
 
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -291,10 +291,10 @@ class Half:
     def _ready(self, step: Launch | Operator, frees: list[int]) -> tuple[Any, ...]:
         """What ``play`` reads of a step. One that takes tensors begins with None, and with what ``_do`` reads."""
         if isinstance(step, Operator):
-            args, named = _mapped(step.args, self._lies), _mapped(step.named, self._lies)
+            args, named = _mapped(step.args, self._placed), _mapped(step.named, self._placed)
             return None, (step.function._op, args, named, step.made, frees), None, None, None, None
         if step.plan is None:
-            args = [self._lies(where) for where in step.tensors]
+            args = [self._placed(where) for where in step.tensors]
             return None, (step, args, {}, (), frees), None, None, None, None
         run, function, head, constants = step.plan
         at = [self._place(where) for where in step.tensors]
@@ -303,21 +303,21 @@ class Half:
             return run, step.grid, (function, *head), pick, step.numbers, constants
         return run, step.grid, (function, *head), pick, (*step.numbers, *step.loose, *constants), None
 
-    def _lies(self, where: Where) -> Lies:
+    def _placed(self, where: Where) -> Place:
         """Among which tensors of a play, and how."""
         if where.slot is None:
-            return Lies(None, 0, where.dtype, where.shape, where.stride, 0, False)
+            return Place(None, 0, where.dtype, where.shape, where.stride, 0, False)
         slot, size = self.slots[where.slot], where.dtype.itemsize
         source, start = where.slot, 0
         if slot.kind == INPUT:
-            return Lies(INPUT, slot.number, where.dtype, where.shape, strides_of(where), where.offset // size, False)
+            return Place(INPUT, slot.number, where.dtype, where.shape, strides_of(where), where.offset // size, False)
         if where.slot in self.offsets:
             source, start = SCRATCH, self.offsets[where.slot]
         elif where.slot in self.kept:
             source, start = KEPT, self.kept[where.slot]
         elif slot.kind == MADE and not where.offset and slot.whole == (where.dtype, where.shape, where.stride):
-            return Lies(MADE, source, where.dtype, where.shape, where.stride, 0, True)
-        return Lies(MADE, source, where.dtype, where.shape, strides_of(where), (start + where.offset) // size, False)
+            return Place(MADE, source, where.dtype, where.shape, where.stride, 0, True)
+        return Place(MADE, source, where.dtype, where.shape, strides_of(where), (start + where.offset) // size, False)
 
     def play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
         """The outputs, and what is kept. ``kept``: of the forward half, None where this is it."""
@@ -351,7 +351,7 @@ class Half:
                 run(*grid, stream, *ahead, *pick(table), *numbers)
             else:
                 run(*grid, stream, *ahead, *pick(table), *numbers, *halves, *constants)
-        found = [result(where, inputs, made, self._lies) for where in self.outputs]
+        found = [result(where, inputs, made, self._placed) for where in self.outputs]
         # An output that backward reads is kept as another tensor: it will itself hold the graph that holds this.
         return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 

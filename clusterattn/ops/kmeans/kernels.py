@@ -177,9 +177,11 @@ def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
 
 
-def _tile(points: Tensor) -> tuple[int, int]:
-    """Rows per tile and warps, by the width of a row."""
-    return (128 if points.element_size() == 2 or power(points.shape[-1]) <= 64 else 64, 4)
+def _tiles(points: Tensor, clusters: int) -> dict[str, int]:
+    """Rows and centroids of a tile, by the width of a row: what shared memory has room for."""
+    wide = power(points.shape[-1])
+    rows = 128 if points.element_size() == 2 or wide <= 64 else 64 if wide <= 128 else 32
+    return {"BN": rows, "BC": min(32, power(clusters)), "BD": wide, "num_stages": 3 if rows > 32 else 1}
 
 
 def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
@@ -190,13 +192,12 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
     found = labels(b * h, n, dtype=torch.int64, device=points.device)
     if found.numel() == 0 or c == 0:
         return found
-    tile, warps = _tile(points)
+    tiles = _tiles(points, c)
     launch(
-        nearest_kernel, (cdiv(n, tile), b * h),
+        nearest_kernel, (cdiv(n, tiles["BN"]), b * h),
         (points, origin if origin is not None else right, right, offset.float().contiguous(), found),
         (n, d, c, h, *points.stride()[:3]),
-        HAS_ORIGIN=origin is not None, BN=tile, BD=power(d), BC=min(32, power(c)),
-        PRECISION=precision(points), num_warps=warps,
+        HAS_ORIGIN=origin is not None, PRECISION=precision(points), num_warps=4, **tiles,
     )  # fmt: skip
     return found
 

@@ -22,7 +22,7 @@ class Where(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Lies(NamedTuple):
+class Place(NamedTuple):
     """How a tensor of a play lies: in an input, or in something made (SCRATCH and KEPT: the memory of the play)."""
 
     source: int | None
@@ -34,7 +34,7 @@ class Lies(NamedTuple):
     whole: bool
 
 
-def tensor_of(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Tensor:
+def tensor_of(x: Place, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Tensor:
     if x.whole:
         return made[x.slot]
     if x.source is None:
@@ -52,13 +52,13 @@ def tensor_of(x: Lies, inputs: Sequence[Tensor | None], made: dict[int, Tensor])
 
 
 def given(x: Any, inputs: Sequence[Tensor | None], made: dict[int, Tensor]) -> Any:
-    if type(x) is Lies:
+    if type(x) is Place:
         return tensor_of(x, inputs, made)
     return [given(each, inputs, made) for each in x] if type(x) is list else x
 
 
 def result(
-    where: Where, inputs: Sequence[Tensor | None], made: dict[int, Tensor], lies: Callable[[Where], Lies]
+    where: Where, inputs: Sequence[Tensor | None], made: dict[int, Tensor], lies: Callable[[Where], Place]
 ) -> Tensor:
     """Itself where it fills its slot: whoever gets it may write to it."""
     found = made.get(where.slot)  # type: ignore[arg-type]
