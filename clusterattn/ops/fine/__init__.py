@@ -260,7 +260,7 @@ def fine(
     # The keys of a far part act as one: with their mean as the key, its logit is the tangent of their log-sum-exp at
     # the centroid; with a zero key, that log-sum-exp itself.
     key = found.mean_key.to(k.dtype) if mass == "tangent" else torch.zeros_like(c).unsqueeze(3)
-    level = level - (wide(c).unsqueeze(3) * wide(key)).sum(-1) * scale
+    level = level - (wide(key) @ wide(c).unsqueeze(-1)).squeeze(-1) * scale
     out, lse = _fine(
         q, k, v, key, found.out.to(v.dtype), torch.cat([bias, level], 3),
         found.slope, None if found.slope is None else c, at, labels, scale, per,

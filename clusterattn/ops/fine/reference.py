@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import tables
-from .._chunks import budget, spans, wide
+from .._chunks import budget, exp_, spans, wide
 from ..merge import NEVER
 from ..rows import flat_index
 
@@ -125,7 +125,7 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
     lse = torch.full((b * h * n + 1,), NEVER, dtype=acc, device=q.device)
     for p in _pieces(q, labels, offer, scale):
         highest = p.logits.amax(-1, keepdim=True)
-        weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
+        weights = exp_(p.logits.sub_(torch.where(highest == NEVER, 0.0, highest)))
         total = weights.sum(-1, keepdim=True)
         weights.div_(torch.where(total > 0, total, 1.0))
         answer = torch.bmm(weights, p.values)
@@ -174,7 +174,7 @@ def backward(
     for p in _pieces(q, labels, offer, scale):
         real, at, near = p.real.unsqueeze(-1), p.at.flatten(), offer.near
         dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
-        weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER).exp_()
+        weights = exp_(p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER))
         ds = torch.bmm(dy, p.values.mT)
         d_apart = None
         if offer.slope is not None and d_slope is not None and d_c is not None:
