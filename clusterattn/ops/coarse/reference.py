@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._chunks import budget, even, exp_, spans, wide
 from ..merge import NEVER
-from .seating import Keys, seated
+from .seating import Keys, Tiles, finite, in_tiles, seated
 
 SLOPE_CLUSTERS = 64  # of a block make its slope: an average that more of them do not change
 
@@ -71,7 +71,7 @@ class Piece:
     heads: slice  # of (b hk)
     rows: slice  # of c
     block: int
-    sloped: bool  # are there clusters among them that make the slope?
+    sloped: int  # the first so many of them make the slope
     shape: tuple[int, ...]  # heads, group, rows
     c: Tensor  # (heads (group rows) d)
     k: Tensor  # (heads seen d)
@@ -88,7 +88,7 @@ def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
             continue
         most = max(1, budget(c) * 4 // (group * max(seen, d)))  # rows of all query heads of one key head at once
         size = rows_of.stop - rows_of.start
-        for heads in spans(lead, most // max(size, 1)):
+        for heads in spans(lead, keys.heads(most // max(size, 1))):
             k, v = wide(keys.k[heads, :seen]), wide(keys.v[heads, :seen])
             for part in spans(size, even(size, max(most, 16))):
                 chosen = slice(rows_of.start + part.start, rows_of.start + part.stop)
@@ -96,7 +96,7 @@ def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
                 scores = torch.bmm(few.flatten(1, 2), k.mT).mul_(reach.scale)
                 if keys.real is not None:
                     scores.masked_fill_(~keys.real[heads, None, :seen], NEVER)
-                sloped = part.start < SLOPE_CLUSTERS
+                sloped = max(0, min(SLOPE_CLUSTERS, part.stop) - part.start)
                 yield Piece(heads, chosen, block, sloped, few.shape[:3], few.flatten(1, 2), k, v, scores)
 
 
@@ -104,15 +104,6 @@ def _by_key_head(x: Tensor, hk: int) -> Tensor:
     """(b h ...) -> (b*hk group ...)"""
     b, h = x.shape[:2]
     return x.reshape(b * hk, h // hk, *x.shape[2:])
-
-
-def _tiled(x: Tensor, tiles: int) -> Tensor:
-    """(heads rows seen) -> (heads tiles rows seats)"""
-    return x.view(*x.shape[:2], tiles, -1).transpose(1, 2)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    return torch.where(lse == NEVER, 0.0, lse)
 
 
 def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
@@ -125,7 +116,7 @@ def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
 
 def _shares(lse: Tensor) -> Tensor:
     """The share of each part in the far weight: (... p); 0 where nothing is far."""
-    return torch.exp(lse - _finite(lse.logsumexp(-1, keepdim=True)))
+    return torch.exp(lse - finite(lse.logsumexp(-1, keepdim=True)))
 
 
 def forward(
@@ -153,7 +144,7 @@ def _forward(
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     top, parts, acc = min(reach.top, m), reach.parts, torch.promote_types(c.dtype, torch.float32)
     lead = (b * hk, h // hk, rows)
-    keys = seated(k, v, key_mask, part_of, parts)
+    keys = seated(k, v, key_mask, part_of, parts, h // hk * rows)
     blocks = len(reach.blocks(rows, m)) if pi is not None else 0
     # Nothing but rows that see nothing stays as it is: writing zeros takes as long as the products.
     made = torch.zeros if reach.per or not m else torch.empty
@@ -173,19 +164,16 @@ def _forward(
             if keys.at is not None:
                 at = keys.at[p.heads].gather(1, at.flatten(1)).view_as(at)
             near_at[..., :few][place] = torch.where(best == NEVER, -1, at).view(*shape, few)
-        scores = _tiled(p.scores, keys.tiles)
-        highest = keys.highest(scores.amax(-1), p.heads)  # (heads parts rows)
-        weights = exp_(scores.sub_(keys.of_tiles(_finite(highest), p.heads).unsqueeze(-1)))
-        total = keys.summed(weights.sum(-1), p.heads)
-        weights.mul_(keys.of_tiles(torch.where(total > 0, 1 / total, 1.0), p.heads).unsqueeze(-1))
-        out[place] = keys.product(weights, p.v, p.heads).transpose(1, 2).reshape(*shape, parts, e)
+        lse[place] = keys.weigh_(p.scores, p.heads).view(*shape, parts)  # scores are now weights
+        keys.mean(p.scores, p.v, p.heads, out[place])
         if reach.tangent:
-            mean_key[place] = keys.product(weights, p.k, p.heads).transpose(1, 2).reshape(*shape, parts, d)
-        lse[place] = (total.log() + highest).transpose(1, 2).reshape(*shape, parts)
+            keys.mean(p.scores, p.k, p.heads, mean_key[place])
         if share is not None and p.sloped:
-            amount = _shares(lse[place]) * share[place].unsqueeze(-1)  # (heads group rows parts): pi a
-            slope[p.heads, :, p.block] += _within(weights, amount, p, keys)
-            slope[p.heads, :, p.block] -= _between(amount, mean_key[place], out[place])
+            first = (*place[:2], slice(p.rows.start, p.rows.start + p.sloped))
+            amount = _shares(lse[first]) * share[first].unsqueeze(-1)  # (heads group rows parts): pi a
+            omega = keys.received(p.scores.view(*shape, -1)[:, :, : p.sloped], amount, p.heads)
+            slope[p.heads, :, p.block] += (p.k.unsqueeze(1) * omega.unsqueeze(-1)).mT @ p.v.unsqueeze(1)
+            slope[p.heads, :, p.block] -= _between(amount, mean_key[first], out[first])
     return Found(
         out.view(b, h, rows, parts, e), mean_key.view(b, h, rows, parts, mean_key.shape[-1]),
         lse.view(b, h, rows, parts), near_lse.view(b, h, rows), near_at.view(b, h, rows, top),
@@ -211,22 +199,6 @@ def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
     at = torch.cat([at.flatten(-2), rest], -1)
     best, which = p.scores.gather(-1, at).topk(few, -1, sorted=False)
     return best, at.gather(-1, which)
-
-
-def _received(weights: Tensor, amount: Tensor, keys: Keys, p: Piece) -> Tensor:
-    """omega (heads group seen): what each key receives of the far attention, from weights (heads tiles rows seats) and
-    each row's amount for the weight of a part, (heads parts rows)."""
-    heads, group, rows = p.shape
-    each = keys.of_tiles(amount, p.heads)
-    each = each.view(*each.shape[:2], group, rows)
-    weights = weights.reshape(*weights.shape[:2], group, rows, weights.shape[-1])
-    return torch.einsum("tgkrs,tgkr->tkgs", weights, each).flatten(2)
-
-
-def _within(weights: Tensor, amount: Tensor, p: Piece, keys: Keys) -> Tensor:
-    """sum_l omega_l k_l v_l^T, (heads group d e)."""
-    omega = _received(weights, _rows(amount), keys, p)
-    return (p.k.unsqueeze(1) * omega.unsqueeze(-1)).mT @ p.v.unsqueeze(1)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -273,7 +245,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     acc, parts = found.lse.dtype, reach.parts
-    keys = seated(k, v, key_mask, part_of, parts)
+    keys = in_tiles(k, v, key_mask, part_of, parts)
     shape = (b * hk, h // hk, rows)
     d_out = _like(given.out, found.out).reshape(*shape, parts, e)
     d_mean = _like(given.mean_key, found.mean_key).reshape(*shape, parts, found.mean_key.shape[-1])
@@ -297,11 +269,11 @@ def _backward(
         at = torch.where(real, at, 0)
         near = None
         if d_near is not None and at.shape[-1]:
-            near = p.scores.gather(-1, at).sub_(_finite(near_lse[place]).reshape(*flat, 1)).exp_()
+            near = p.scores.gather(-1, at).sub_(finite(near_lse[place]).reshape(*flat, 1)).exp_()
             near = torch.where(real, near * d_near[place].reshape(*flat, 1), 0.0)
         p.scores.scatter_add_(-1, at, torch.where(real, NEVER, 0.0).to(acc))
-        weights = _tiled(p.scores, keys.tiles) - keys.of_tiles(_rows(_finite(lse[place])), p.heads).unsqueeze(-1)
-        weights = exp_(weights)  # (heads tiles rows seats): the weight of a key in its part
+        weights = keys.tiled(p.scores)  # (heads tiles rows seats): the weight of a key in its part
+        exp_(weights.sub_(keys.of_tiles(_rows(finite(lse[place])), p.heads).unsqueeze(-1)))
         dy, dm, dl = d_out[place], d_mean[place], d_lse[place]
         extra = None
         if d_slope is not None and pi is not None and p.sloped:
@@ -309,7 +281,7 @@ def _backward(
             amount = _by_key_head(pi, hk)[place].unsqueeze(-1), _shares(lse[place])
             dy, dm, dl = pull.means(dy, dm, dl, amount, mean_key[place], out[place])
             extra = _rows(amount[0] * amount[1])  # (heads parts rows)
-            omega = _received(weights, extra, keys, p)
+            omega = keys.received(p.scores.view(*p.shape, seen), amount[0] * amount[1], p.heads)
             pulled = p.v.unsqueeze(1) @ pull.d_slope.mT  # (heads group seen d)
             dk[p.heads, :seen] += (pulled * omega.unsqueeze(-1)).sum(1)
             dv[p.heads, :seen] += ((p.k.unsqueeze(1) @ pull.d_slope) * omega.unsqueeze(-1)).sum(1)
@@ -347,7 +319,7 @@ class _Pull:
     mean: Tensor  # (heads group rows parts): its mean under the weights
 
     @classmethod
-    def of(cls, d_slope: Tensor, p: Piece, weights: Tensor, keys: Keys) -> _Pull:
+    def of(cls, d_slope: Tensor, p: Piece, weights: Tensor, keys: Tiles) -> _Pull:
         heads, group, rows = p.shape
         each = ((p.k.unsqueeze(1) @ d_slope) * p.v.unsqueeze(1)).sum(-1)  # (heads group seen)
         per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
