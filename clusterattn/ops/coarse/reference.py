@@ -192,7 +192,7 @@ def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
     if each < 4:
         return p.scores.topk(few, -1, sorted=False)
     groups = seen // each
-    by_group = p.scores[..., : groups * each].unflatten(-1, (each, groups))
+    by_group = p.scores[..., : groups * each].view(*p.scores.shape[:-1], each, groups)
     chosen = by_group.amax(-2).topk(few, -1, sorted=False).indices.unsqueeze(-2)
     at = chosen + torch.arange(0, groups * each, groups, device=chosen.device).unsqueeze(-1)
     rest = torch.arange(groups * each, seen, device=chosen.device).expand(*at.shape[:2], -1)

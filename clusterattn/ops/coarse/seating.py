@@ -69,8 +69,9 @@ class Runs(Keys):
         return 1
 
     def weigh_(self, scores: Tensor, heads: slice) -> Tensor:
-        runs = scores.mul_(LOG2_E).split(self.sizes[heads.start], -1)
-        highest, total = scores.new_full((2, self.parts, *scores.shape[:2], 1), NEVER)
+        runs = scores.mul_(LOG2_E).split_with_sizes(self.sizes[heads.start], -1)
+        shape = (self.parts, *scores.shape[:2], 1)
+        highest, total = scores.new_full(shape, NEVER), scores.new_empty(shape)
         for run, found in zip(runs, highest, strict=False):
             if run.shape[-1]:
                 torch.amax(run, -1, keepdim=True, out=found)
@@ -86,9 +87,9 @@ class Runs(Keys):
 
     def mean(self, weights: Tensor, x: Tensor, heads: slice, out: Tensor) -> None:
         sizes = self.sizes[heads.start]
-        theirs = x[0].split(sizes)
+        theirs = x[0].split_with_sizes(sizes)
         for mine, to in zip(weights[0].view(*out.shape[1:3], -1), out[0], strict=True):
-            for run, rows, found in zip(mine.split(sizes, -1), theirs, to.unbind(1), strict=False):
+            for run, rows, found in zip(mine.split_with_sizes(sizes, -1), theirs, to.unbind(1), strict=False):
                 torch.mm(run, rows, out=found)
 
     def received(self, weights: Tensor, amount: Tensor, heads: slice) -> Tensor:
@@ -150,7 +151,8 @@ class Tiles(Keys):
 
     def received(self, weights: Tensor, amount: Tensor, heads: slice) -> Tensor:
         group, rows = weights.shape[1:3]
-        each = self.of_tiles(amount.flatten(1, 2).mT, heads).unflatten(2, (group, rows))
+        each = self.of_tiles(amount.flatten(1, 2).mT, heads)
+        each = each.view(*each.shape[:2], group, rows)
         tiled = weights.view(*weights.shape[:3], self.tiles, -1)
         return torch.einsum("hgrts,htgr->hgts", tiled, each).flatten(2)
 

@@ -150,9 +150,11 @@ def _(like: Tensor, n: int, number: int, stream: int, most: int, holder: Optiona
 def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
     """As stratified_among where all n tokens are valid: the same positions for every sequence, (most,)."""
     number, holder = number_and_holder(seed)
-    plain = like.is_cuda and holder is None and not torch.compiler.is_compiling() and type(like) is Tensor
-    if plain and not torch.cuda.is_current_stream_capturing():  # a graph reads memory for good, and draws for itself
-        device = like.device
+    plain = holder is None and not torch.compiler.is_compiling() and type(like) is Tensor
+    if plain and like.device.type == "cpu" and not torch._C._len_torch_dispatch_stack():
+        return _kept(n, number, stream, most, like.device, 0)
+    if plain and like.is_cuda and not torch.cuda.is_current_stream_capturing():
+        device = like.device  # a graph reads memory for good, and draws for itself
 
         def draw(number: int) -> Tensor:
             return _kept(n, number, stream, most, device, current_stream(device))

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._chunks import budget, exp_, wide
 from ..merge import NEVER
 from ..rows import flat_index
-from .seating import Room, by_size, in_tiles
+from .seating import Limits, by_size, in_tiles
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
     near = flat_index(offer.near_at, hk, m).flatten(0, 2)
     far_keys, far_values, bias = (x.flatten(0, 2) for x in (offer.far_keys, offer.far_values, offer.bias))
-    room = Room(budget(q), max(t, d), t * d, offer.slope is not None)
-    for heads, rows, real, cluster in (by_size if q.device.type == "cpu" else in_tiles)(labels, c, room):
+    limits = Limits(budget(q), max(t, d), t * d, offer.slope is not None)
+    # Blocks of a causal call: not a bit of an answer may depend on how large later clusters are.
+    seated = by_size if q.device.type == "cpu" and not offer.per else in_tiles
+    for heads, rows, real, cluster in seated(labels, c, limits):
         x = wide(x_rows.index_select(0, rows.flatten())).view(*rows.shape, d)
         at = near.index_select(0, cluster)
         keys, values = _both(k_rows, at, far_keys, cluster), _both(v_rows, at, far_values, cluster)

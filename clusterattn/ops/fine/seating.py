@@ -19,7 +19,7 @@ into (b h c)."""
 
 
 @dataclass(frozen=True)
-class Room:
+class Limits:
     """How many numbers may be held at once, and how many a seat and a tile take."""
 
     most: int
@@ -31,8 +31,8 @@ class Room:
         return max(1, self.most // (seats * self.seat + self.tile))
 
 
-def in_tiles(labels: Tensor, clusters: int, room: Room) -> Iterator[Seated]:
-    """Tiles of one size, about half a cluster, so that few seats stay empty; nobody waits for how many they are."""
+def in_tiles(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
+    """Tiles of one size, about half a cluster, so that few seats stay empty."""
     b, h, n = labels.shape
     seats = max(8, min(128, 1 << max(n // (2 * max(clusters, 1)), 1).bit_length()))
     table, first = tables.tiles(labels, clusters, seats)
@@ -41,13 +41,22 @@ def in_tiles(labels: Tensor, clusters: int, room: Room) -> Iterator[Seated]:
     cluster = tables.family_of(first, g).view(lead, g) + head * clusters
     table = table.view(lead, g, seats)
     rows = table.clamp(min=0) + head.unsqueeze(-1) * n
-    for heads in spans(lead, room.tiles(seats) // g):
-        for tiles in spans(g, g if heads.stop - heads.start > 1 else room.tiles(seats)):
-            real = (table[heads, tiles] >= 0).flatten(0, 1)
-            yield heads, rows[heads, tiles].flatten(0, 1), real, cluster[heads, tiles].flatten()
+    used = [g] * b  # on a CPU it is known without waiting how many tiles are: spare ones go, each sequence's by itself
+    if labels.device.type == "cpu" and lead:
+        used = [max(1, int(each)) for each in first[..., -1].amax(1)]
+    most = limits.tiles(seats)
+    pieces = (
+        (slice(one * h + heads.start, one * h + heads.stop), tiles)
+        for one, many in enumerate(used)
+        for heads in spans(h, most // many)
+        for tiles in spans(many, many if heads.stop - heads.start > 1 else most)
+    )
+    for heads, tiles in pieces:
+        real = (table[heads, tiles] >= 0).flatten(0, 1)
+        yield heads, rows[heads, tiles].flatten(0, 1), real, cluster[heads, tiles].flatten()
 
 
-def by_size(labels: Tensor, clusters: int, room: Room) -> Iterator[Seated]:
+def by_size(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
     """Clusters of about the same size together, a tile for each (large ones have several), where sizes are known
     without waiting. No sequence feels another's."""
     b, h, n = labels.shape
@@ -63,25 +72,25 @@ def by_size(labels: Tensor, clusters: int, room: Room) -> Iterator[Seated]:
     nth = torch.arange(len(cluster)) - (many.cumsum(0) - many)[cluster]
     first, last = (counts[cluster] * each // many[cluster] for each in (nth, nth + 1))
     size, begin = last - first, begin[cluster] + first
-    owner = cluster // (clusters if room.by_head else clusters * h)
+    owner = cluster // (clusters if limits.by_head else clusters * h)
     ranked = (owner * (n + 1) - size).argsort(stable=True)
     cluster, size, begin, owner = (x[ranked] for x in (cluster, size, begin, owner))
     sizes, owners = size.tolist(), owner.tolist()
-    for tiles in _runs(sizes, owners, room):
+    for tiles in _runs(sizes, owners, limits):
         seat = torch.arange(sizes[tiles.start])
         real = seat < size[tiles].unsqueeze(-1)
         rows = order[torch.where(real, seat, 0) + begin[tiles].unsqueeze(-1)]
         one = owners[tiles.start]
-        yield slice(one, one + 1) if room.by_head else slice(one * h, one * h + h), rows, real, cluster[tiles]
+        yield slice(one, one + 1) if limits.by_head else slice(one * h, one * h + h), rows, real, cluster[tiles]
 
 
-def _runs(sizes: list[int], owners: list[int], room: Room) -> Iterator[slice]:
-    """Tiles of one owner, of sizes that fall, in runs that fit the room and leave a quarter of the seats empty."""
+def _runs(sizes: list[int], owners: list[int], limits: Limits) -> Iterator[slice]:
+    """Tiles of one owner, of sizes that fall, in runs within the limits, the smallest half as large as the first."""
     start = 0
     while start < len(sizes):
         most, stop = sizes[start], start + 1
-        end = min(len(sizes), start + room.tiles(most))
-        while stop < end and owners[stop] == owners[start] and 4 * sizes[stop] >= 3 * most:
+        end = min(len(sizes), start + limits.tiles(most))
+        while stop < end and owners[stop] == owners[start] and 2 * sizes[stop] >= most:
             stop += 1
         yield slice(start, stop)
         start = stop
