@@ -38,5 +38,6 @@ def wide(x: Tensor) -> Tensor:
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp, in place. By powers of two, which a CPU makes in half the time."""
+    """exp, in place, by powers of two, which a CPU makes in half the time. The last few numbers of a tensor are rounded
+    otherwise than the others: not for a tensor that sequences share, or earlier tokens and later ones."""
     return x.mul_(LOG2_E).exp2_()

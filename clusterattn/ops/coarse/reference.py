@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._chunks import budget, even, exp_, spans, wide
+from .._chunks import budget, even, spans, wide
 from ..merge import NEVER
 from .seating import Keys, Tiles, finite, in_tiles, seated
 
@@ -273,7 +273,7 @@ def _backward(
             near = torch.where(real, near * d_near[place].reshape(*flat, 1), 0.0)
         p.scores.scatter_add_(-1, at, torch.where(real, NEVER, 0.0).to(acc))
         weights = keys.tiled(p.scores)  # (heads tiles rows seats): the weight of a key in its part
-        exp_(weights.sub_(keys.of_tiles(_rows(finite(lse[place])), p.heads).unsqueeze(-1)))
+        weights.sub_(keys.of_tiles(_rows(finite(lse[place])), p.heads).unsqueeze(-1)).exp_()
         dy, dm, dl = d_out[place], d_mean[place], d_lse[place]
         extra = None
         if d_slope is not None and pi is not None and p.sloped:

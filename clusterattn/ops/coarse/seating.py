@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._chunks import LOG2_E, exp_
+from .._chunks import LOG2_E
 from ..merge import NEVER
 
 WORTH = 4096  # scores of a run: with fewer, calls take longer than what they do
@@ -24,7 +24,7 @@ def finite(lse: Tensor) -> Tensor:
 def _weigh_(scores: Tensor) -> Tensor:
     """Scores of one part (... rows seen) become weights, whose sum is one; their log-sum-exp (... rows)."""
     highest = scores.amax(-1, keepdim=True)
-    total = exp_(scores.sub_(finite(highest))).sum(-1, keepdim=True)
+    total = scores.sub_(finite(highest)).exp_().sum(-1, keepdim=True)
     scores.mul_(torch.where(total > 0, 1 / total, 1.0))
     return total.log_().add_(highest).squeeze(-1)
 
@@ -137,7 +137,7 @@ class Tiles(Keys):
         highest = by_tile[:, : self.parts].clone()  # (heads parts rows)
         rest = by_tile[:, self.parts :]
         highest.scatter_reduce_(1, more.expand_as(rest), rest, "amax")
-        weights = exp_(tiled.sub_(self.of_tiles(finite(highest), heads).unsqueeze(-1)))
+        weights = tiled.sub_(self.of_tiles(finite(highest), heads).unsqueeze(-1)).exp_()
         total = self.summed(weights.sum(-1), heads)
         weights.mul_(self.of_tiles(torch.where(total > 0, 1 / total, 1.0), heads).unsqueeze(-1))
         return (total.log() + highest).mT

@@ -117,7 +117,8 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
     lse = torch.full((b * h * n + 1,), NEVER, dtype=acc, device=q.device)
     for p in _pieces(q, labels, offer, scale):
         highest = p.logits.amax(-1, keepdim=True)
-        weights = exp_(p.logits.sub_(torch.where(highest == NEVER, 0.0, highest)))
+        weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest))
+        weights = weights.exp_() if offer.per else exp_(weights)
         total = weights.sum(-1, keepdim=True)
         weights.div_(torch.where(total > 0, total, 1.0))
         answer = _mixed(weights, p.values)
@@ -166,7 +167,7 @@ def backward(
     for p in _pieces(q, labels, offer, scale):
         real, at, near = p.real.unsqueeze(-1), p.at.flatten(), offer.near
         dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
-        weights = exp_(p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER))
+        weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER).exp_()
         ds = _beside([torch.bmm(dy, each.mT) for each in p.values])
         d_apart = None
         if offer.slope is not None and d_slope is not None and d_c is not None:
