@@ -253,7 +253,7 @@ def fine(
         odds = torch.where(level == NEVER, NEVER, level - torch.where(found.near_lse == NEVER, 0.0, found.near_lse))
         share = odds.sigmoid()
         out, lse = _fine(q, k, v, c[..., None, :][..., :0, :], found.out[..., :0, :].to(v.dtype), bias, None, None, at,
-                         labels, scale, 0)  # fmt: skip
+                         labels, scale, per)  # fmt: skip
         kept = broadcast(1 - (share.detach() if detach else share), labels)
         out = kept.unsqueeze(-1) * out + broadcast(share.unsqueeze(-1) * found.out.squeeze(3), labels)
         return Attended(out, lse + broadcast(F.softplus(odds), labels))
