@@ -84,7 +84,7 @@ class Near:
         at = self._table[p.heads][:, :, p.rows][..., :few]
         at = at.reshape(*p.scores.shape[:2], few)
         real = at >= 0
-        places = coarse._places(keys, self._m)
+        places = keys.places(self._m)
         if places is not None:
             at = places[p.heads].gather(1, at.clamp(min=0).flatten(1)).view_as(at)
         at = torch.where(real, at, at.where(real, -1).amax(-1, keepdim=True).clamp(min=0))  # hidden with one of them

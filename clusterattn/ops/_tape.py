@@ -361,12 +361,12 @@ class Half:
     ) -> None:  # fmt: skip
         """A step that takes tensors."""
         function, args, named, results, frees = step
-        told = [given(x, inputs, made) for x in args]
+        passed = [given(x, inputs, made) for x in args]
         if type(function) is Launch:
             loose = halves if isinstance(function.loose, Halves) else function.loose
-            ordinary(function.kernel, function.grid, told, function.numbers, loose, function.flags)
+            ordinary(function.kernel, function.grid, passed, function.numbers, loose, function.flags)
         else:
-            found = function(*told, **{name: given(x, inputs, made) for name, x in named.items()})
+            found = function(*passed, **{name: given(x, inputs, made) for name, x in named.items()})
             for which, slot in results:
                 made[slot] = mine = found[which] if type(found) in (tuple, list) else found
                 for place, offset in self.moving.get(slot, ()):

@@ -176,9 +176,12 @@ def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tens
 
 
 def _kept_where(like: Tensor, seed: Seed) -> bool:
-    """Are draws kept? In eager calls on a GPU. Its graphs read memory for good, and draw for themselves."""
-    plain = like.is_cuda and isinstance(seed, int) and not torch.compiler.is_compiling() and type(like) is Tensor
-    return plain and not torch.cuda.is_current_stream_capturing()
+    """Are draws kept? In eager calls. Graphs of a GPU read memory for good, and draw for themselves."""
+    if not isinstance(seed, int) or torch.compiler.is_compiling() or type(like) is not Tensor:
+        return False
+    if like.is_cuda:
+        return not torch.cuda.is_current_stream_capturing()
+    return like.device.type == "cpu" and recording.tape is None and not torch._C._len_torch_dispatch_stack()
 
 
 def _drawn(made: Op, first: int, second: int, seed: Seed, stream: int, device: torch.device) -> Tensor:

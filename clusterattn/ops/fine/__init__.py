@@ -253,14 +253,14 @@ def fine(
         odds = torch.where(level == NEVER, NEVER, level - torch.where(found.near_lse == NEVER, 0.0, found.near_lse))
         share = odds.sigmoid()
         out, lse = _fine(q, k, v, c[..., None, :][..., :0, :], found.out[..., :0, :].to(v.dtype), bias, None, None, at,
-                         labels, scale, 0)  # fmt: skip
+                         labels, scale, per)  # fmt: skip
         kept = broadcast(1 - (share.detach() if detach else share), labels)
         out = kept.unsqueeze(-1) * out + broadcast(share.unsqueeze(-1) * found.out.squeeze(3), labels)
         return Attended(out, lse + broadcast(F.softplus(odds), labels))
     # The keys of a far part act as one: with their mean as the key, its logit is the tangent of their log-sum-exp at
     # the centroid; with a zero key, that log-sum-exp itself.
     key = found.mean_key.to(k.dtype) if mass == "tangent" else torch.zeros_like(c).unsqueeze(3)
-    level = level - (wide(c).unsqueeze(3) * wide(key)).sum(-1) * scale
+    level = level - (wide(key) @ wide(c).unsqueeze(-1)).squeeze(-1) * scale
     out, lse = _fine(
         q, k, v, key, found.out.to(v.dtype), torch.cat([bias, level], 3),
         found.slope, None if found.slope is None else c, at, labels, scale, per,

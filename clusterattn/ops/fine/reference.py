@@ -1,7 +1,8 @@
 """Each query attends to the few keys of its own cluster: near keys as they are, far parts as one virtual key each.
 
-Queries of one cluster fill tiles; a tile sits with its cluster's keys. With a slope M the values of the far keys move
-with the query, out += scale * w_far(q) * (q - c) M: to the weights this is one more term in the value of every far key.
+Queries of one cluster fill tiles (see seating); a tile sits with its cluster's keys. With a slope M the values of the
+far keys move with the query, out += scale * w_far(q) * (q - c) M: to the weights this is one more term in the value of
+every far key.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import tables
-from .._chunks import budget, spans, wide
+from .._chunks import budget, exp_, wide
 from ..merge import NEVER
 from ..rows import flat_index
+from .seating import Limits, by_size, in_tiles
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Piece:
-    """A few tiles: whole heads, or a part of one."""
+    """A few tiles: of whole heads, or of one."""
 
     heads: slice  # of (b h)
     rows: Tensor  # (g s) into (b h n), any row for an empty seat
@@ -47,52 +48,43 @@ class Piece:
     cluster: Tensor  # (g) into (b h c)
     at: Tensor  # (g t) into (b hk m): the near keys
     x: Tensor  # (g s d)
-    keys: Tensor  # (g t+p d)
-    values: Tensor  # (g t+p e)
+    keys: tuple[Tensor, ...]  # (g t d), (g p d): the near ones, and the far ones where there are any
+    values: tuple[Tensor, ...]  # (g t e), (g p e)
     logits: Tensor  # (g s t+p), -inf where unseen
 
 
-def _tile(n: int, clusters: int) -> int:
-    """Seats of a tile: about half a cluster, so that few stay empty."""
-    return max(8, min(128, 1 << max(n // (2 * max(clusters, 1)), 1).bit_length()))
-
-
 def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[Piece]:
-    (b, h, n, d), (hk, m, e), (c, t) = q.shape, offer.v.shape[1:], offer.bias.shape[2:]
-    seats = _tile(n, c)
-    table, first = tables.tiles(labels, c, seats)
-    lead, g = b * h, table.shape[2]
-    used = [g] * b  # on a CPU it is known without waiting how many tiles are: spare ones go, each sequence's by itself
-    if q.device.type == "cpu" and b * h:
-        used = [max(1, int(each)) for each in first[..., -1].amax(1)]
-    head = torch.arange(lead, device=q.device).view(lead, 1)
-    cluster = tables.family_of(first, g).view(lead, g) + head * c
-    table = table.view(lead, g, seats)
-    rows = table.clamp(min=0) + head.unsqueeze(-1) * n
+    d, (hk, m, e), (c, t) = q.shape[3], offer.v.shape[1:], offer.bias.shape[2:]
     x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
     near = flat_index(offer.near_at, hk, m).flatten(0, 2)
     far_keys, far_values, bias = (x.flatten(0, 2) for x in (offer.far_keys, offer.far_values, offer.bias))
-    most = max(1, budget(q) // (seats * max(t, d) + t * d))
-    pieces = (
-        (slice(one * h + heads.start, one * h + heads.stop), tiles)
-        for one, many in enumerate(used)
-        for heads in spans(h, most // many)
-        for tiles in spans(many, many if heads.stop - heads.start > 1 else most)
-    )
-    for heads, tiles in pieces:
-        mine, theirs = rows[heads, tiles].flatten(0, 1), cluster[heads, tiles].flatten()
-        real = (table[heads, tiles] >= 0).flatten(0, 1)
-        x = wide(x_rows.index_select(0, mine.flatten())).view(*mine.shape, d)
-        at = near.index_select(0, theirs)
-        k, v = _both(k_rows, at, far_keys, theirs), _both(v_rows, at, far_values, theirs)
-        logits = torch.baddbmm(bias.index_select(0, theirs).unsqueeze(1), x, k.mT, alpha=scale)
-        yield Piece(heads, mine, real, theirs, at, x, k, v, logits)
+    limits = Limits(budget(q), max(t, d), t * d, offer.slope is not None)
+    # Blocks of a causal call: not a bit of an answer may depend on how large later clusters are.
+    seated = by_size if q.device.type == "cpu" and not offer.per else in_tiles
+    for heads, rows, real, cluster in seated(labels, c, limits):
+        x = wide(x_rows.index_select(0, rows.flatten())).view(*rows.shape, d)
+        at = near.index_select(0, cluster)
+        keys, values = _both(k_rows, at, far_keys, cluster), _both(v_rows, at, far_values, cluster)
+        logits = _beside([torch.bmm(x, each.mT) for each in keys]).mul_(scale)
+        logits += bias.index_select(0, cluster).unsqueeze(1)
+        yield Piece(heads, rows, real, cluster, at, x, keys, values, logits)
 
 
-def _both(rows: Tensor, at: Tensor, far: Tensor, cluster: Tensor) -> Tensor:
-    """The near rows of each tile, then the far ones of its cluster: (g t+p width)."""
-    near = rows.index_select(0, at.flatten()).view(*at.shape, rows.shape[-1])
-    return wide(torch.cat([near, far.index_select(0, cluster)], 1) if far.shape[1] else near)
+def _both(rows: Tensor, at: Tensor, far: Tensor, cluster: Tensor) -> tuple[Tensor, ...]:
+    """The near rows of each tile, and the far ones of its cluster."""
+    near = wide(rows.index_select(0, at.flatten())).view(*at.shape, rows.shape[-1])
+    return (near, wide(far.index_select(0, cluster))) if far.shape[1] else (near,)
+
+
+def _beside(near_and_far: list[Tensor]) -> Tensor:
+    return near_and_far[0] if len(near_and_far) == 1 else torch.cat(near_and_far, -1)
+
+
+def _mixed(weights: Tensor, rows: tuple[Tensor, ...]) -> Tensor:
+    """weights (g s t+p), rows (g t w) and (g p w) -> (g s w)"""
+    near = rows[0].shape[1]
+    total = torch.bmm(weights[..., :near], rows[0])
+    return total if len(rows) == 1 else total.baddbmm_(weights[..., near:], rows[1])
 
 
 def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
@@ -125,10 +117,11 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
     lse = torch.full((b * h * n + 1,), NEVER, dtype=acc, device=q.device)
     for p in _pieces(q, labels, offer, scale):
         highest = p.logits.amax(-1, keepdim=True)
-        weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest)).exp_()
+        weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest))
+        weights = weights.exp_() if offer.per else exp_(weights)
         total = weights.sum(-1, keepdim=True)
         weights.div_(torch.where(total > 0, total, 1.0))
-        answer = torch.bmm(weights, p.values)
+        answer = _mixed(weights, p.values)
         if offer.slope is not None:
             far = weights[..., offer.near :].sum(-1, keepdim=True)
             answer += far * _moved(p, offer, scale)[0]
@@ -175,7 +168,7 @@ def backward(
         real, at, near = p.real.unsqueeze(-1), p.at.flatten(), offer.near
         dy = d_rows.index_select(0, p.rows.flatten()).view(*p.rows.shape, e) * real
         weights = p.logits.sub_(flat_lse[p.rows].unsqueeze(-1)).masked_fill_(~real, NEVER).exp_()
-        ds = torch.bmm(dy, p.values.mT)
+        ds = _beside([torch.bmm(dy, each.mT) for each in p.values])
         d_apart = None
         if offer.slope is not None and d_slope is not None and d_c is not None:
             moved, apart = _moved(p, offer, scale)
@@ -194,7 +187,7 @@ def backward(
         keys = torch.bmm(ds.mT, p.x)
         dk.index_add_(0, at, keys[:, :near].reshape(-1, d))
         d_far_keys.index_add_(0, p.cluster, keys[:, near:])
-        mine = torch.bmm(ds, p.keys)
+        mine = _mixed(ds, p.keys)
         rows = torch.where(p.real, p.rows, b * h * n).flatten()
         dq[rows] = (mine if d_apart is None else mine + d_apart).view(-1, d)
     return FineGradients(

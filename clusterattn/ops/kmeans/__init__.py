@@ -228,7 +228,7 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None, *, backend: str 
     projected = wide(x) @ planes.to(wide(x).dtype)
     if thresholds is not None:
         projected = projected - thresholds.to(projected.dtype)
-    return torch.where(projected > 0, 1.0, -1.0).to(x.dtype)
+    return projected.gt_(0).mul_(2).sub_(1).to(x.dtype)
 
 
 def kmeans(

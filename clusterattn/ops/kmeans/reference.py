@@ -34,13 +34,24 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
     labels = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
     if n == 0 or c == 0:
         return labels
-    columns, offset = right.to(wide(points).dtype).mT.contiguous(), offset.unsqueeze(1)
+    right, offset = right.to(wide(points).dtype), offset.unsqueeze(-1)
     rows = max(1, min(n, budget(points) // c))
     for heads in spans(lead, budget(points) // (rows * c)):
         for piece in spans(n, rows):
-            scores = torch.baddbmm(offset[heads], _centred(points, origin, heads, piece), columns[heads])
-            labels[heads, piece] = scores.max(-1).indices
+            scores = torch.baddbmm(offset[heads], right[heads], _centred(points, origin, heads, piece).mT)
+            labels[heads, piece] = _highest(scores)
     return labels
+
+
+def _highest(scores: Tensor) -> Tensor:
+    """Where the columns of scores (lead c n) are highest (lead n), the first place where there are several; nothing is
+    left of the scores. torch's own search goes number by number, this one by whole registers: less its highest score a
+    column is negative but there, and whole numbers have their sign in the uppermost bit."""
+    c, whole = scores.shape[1], torch.int32 if scores.dtype == torch.float32 else torch.int64
+    signs = scores.sub_(scores.amax(1, keepdim=True)).view(whole).bitwise_right_shift_(torch.iinfo(whole).bits - 1)
+    backwards = torch.arange(c - 1, -1, -1, dtype=whole, device=scores.device).unsqueeze(-1)
+    found = signs.bitwise_or_(backwards).amax(1)  # -1 but where the sign is positive
+    return (c - 1 - found) % c  # -1 alone where all scores are -inf: the first
 
 
 def _centred(points: Tensor, origin: Tensor | None, heads: slice, piece: slice) -> Tensor:
@@ -193,9 +204,10 @@ def farthest(points: Tensor, pool_at: Tensor, clusters: int, form: Tensor | None
         for few in spans(grown - size, budget(points) // max(lead * n, 1)):
             at = picked[:, few].clamp(min=0)
             theirs = held.gather(1, at.unsqueeze(-1).expand(*at.shape, w))
-            apart = norms.unsqueeze(-1) + norms.gather(1, at).unsqueeze(1) - 2 * torch.bmm(seen, theirs.mT)
-            near, which = apart.clamp_(min=0).masked_fill_(picked[:, None, few] < 0, float("inf")).min(-1)
-            cell = torch.where(near < gap, size + few.start + which, cell)
+            apart = torch.baddbmm(norms.unsqueeze(1), theirs, seen.mT, alpha=-2).add_(norms.gather(1, at).unsqueeze(-1))
+            apart = apart.clamp_(min=0).masked_fill_(picked[:, few, None] < 0, float("inf"))
+            near = apart.amin(1)
+            cell = torch.where(near < gap, size + few.start + _highest(apart.neg_()), cell)
             gap = torch.minimum(gap, near)
         taken = torch.zeros(lead, n + 1, dtype=torch.bool, device=points.device)
         gap = gap.masked_fill(taken.scatter_(1, torch.where(picked < 0, n, picked), True)[:, :n], NEVER)
