@@ -67,17 +67,8 @@ def box() -> str:
         lines.append((row, row["n"], 1 / row["speedup"], human_error(row["error"]), SAMPLES[row["theme"]]))
     for row in default_speeds():
         error = "–" if row.get("error") is None else human_error(row["error"])
-        data = data_of(row) + (", causal" if row["causal"] else "")
-        graph = row.get("timed_as") == "cuda graph"
-        lines.append((row, row["n"], 1 / row["speedup"], error, data + ", CUDA graph" * graph))
-        eager = eager_time(row)
-        if eager is not None:
-            lines.append((row, row["n"], eager, error, f"{data}, eager"))
-    for row in eager_rows():
-        if row["method"] == "refined" and row["pass"] == "forward":
-            data = data_of(row)
-            lines.append((row, row["n"], row["seconds"] / row["sdpa_seconds"], "–", f"{data}, eager"))
-            lines.append((row, row["n"], 1 / row["graph_speedup"], "–", f"{data}, CUDA graph"))
+        data = f"{data_of(row)}, {row['h']} × {row['d']}{', causal' * row['causal']}"
+        lines.append((row, row["n"], eager_time(row) or 1 / row["speedup"], error, data))  # as people call it
     for row in rows("tabpfn"):
         if row["method"] == "refined/exact" and row.get("device") == "cuda":
             lost = 100 * (row.get("accuracy") or 0) - 100 * (row.get("exact_accuracy") or 0)
@@ -105,7 +96,8 @@ def data_of(row: Row) -> str:
 
 
 def default_speeds() -> list[Row]:
-    """Forward times of Refined() for each machine and kind: the shortest length, the longest, where it overtakes."""
+    """Forward times of Refined() for each machine and kind: the shortest length, the longest, where it overtakes;
+    where they are few, all."""
     kinds: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in [*rows("cpu-bars", "bench"), *gpu_rows()]:
         if row.get("method") == "refined" and row.get("pass") == "forward" and _is_speed(row) and "speedup" in row:
@@ -115,7 +107,7 @@ def default_speeds() -> list[Row]:
     for by_length in kinds.values():
         lengths = sorted(by_length)
         ahead = [n for n in lengths if by_length[n]["speedup"] > 1]
-        wanted = {lengths[0], lengths[-1], *ahead[:1]}
+        wanted = {lengths[0], lengths[-1], *ahead[:1]} if len(lengths) > 3 else lengths
         shown += [by_length[n] for n in lengths if n in wanted]
     return shown
 
@@ -264,14 +256,9 @@ def gpu_bars() -> str:
     return told + (f"\n{table(head, body)}" if body else "") + origin([row for row, _ in bars])
 
 
-def eager_rows() -> list[Row]:
-    """Calls from Python with their host time, from before the GPU bars told it; none since they do."""
-    return [] if any("host_seconds" in row for row in gpu_rows()) else rows("eager")
-
-
 def host_table() -> str:
     """What a call costs the host, beside what it takes from call to call: one shape, two lengths, every method."""
-    found = [row for row in gpu_rows() if "host_seconds" in row] or eager_rows()
+    found = [row for row in gpu_rows() if "host_seconds" in row]
     found = [row for row in found if row["n"] in HOST_LENGTHS and row["h"] == found[0]["h"] and not row["causal"]]
     if not found:
         return NOT_YET
@@ -286,10 +273,10 @@ def host_table() -> str:
 
 
 def _called(row: Row | None) -> tuple[str, str]:
-    """Milliseconds on the host, and with the device's part; an eager row's only time is that of calls from Python."""
+    """Milliseconds on the host, and with the device's part."""
     if row is None:
         return "–", "–"
-    times = (row["host_seconds"], row.get("eager_seconds", row["seconds"]))
+    times = (row["host_seconds"], row["eager_seconds"])
     return f"{times[0] * 1e3:.2f}{mark(row)}", f"{times[1] * 1e3:.2f}{mark(row)}"
 
 
