@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .._types import Attended
 
 NEVER = float("-inf")
+
+
+def finite(lse: Tensor) -> Tensor:
+    """With 0 in the place of NEVER, to subtract."""
+    return torch.where(lse == NEVER, 0.0, lse)
 
 
 def merge(a: Attended, b: Attended) -> Attended:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._chunks import budget, even, spans, wide
-from ..merge import NEVER
-from .seating import Keys, Tiles, finite, in_tiles, seated
+from ..merge import NEVER, finite
+
+if TYPE_CHECKING:
+    from .seating import Keys, Tiles
 
 SLOPE_CLUSTERS = 64  # of a block make its slope: an average that more of them do not change
 
@@ -144,6 +146,8 @@ def _forward(
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     top, parts, acc = min(reach.top, m), reach.parts, torch.promote_types(c.dtype, torch.float32)
     lead = (b * hk, h // hk, rows)
+    from .seating import seated  # which the library can be imported without
+
     keys = seated(k, v, key_mask, part_of, parts, h // hk * rows)
     blocks = len(reach.blocks(rows, m)) if pi is not None else 0
     # Nothing but rows that see nothing stays as it is: writing zeros takes as long as the products.
@@ -245,6 +249,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
     acc, parts = found.lse.dtype, reach.parts
+    from .seating import in_tiles
+
     keys = in_tiles(k, v, key_mask, part_of, parts)
     shape = (b * hk, h // hk, rows)
     d_out = _like(given.out, found.out).reshape(*shape, parts, e)

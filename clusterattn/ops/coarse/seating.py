@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from .._chunks import LOG2_E
-from ..merge import NEVER
+from ..merge import NEVER, finite
 
 WORTH = 4096  # scores of a run: with fewer, calls take longer than what they do
-
-
-def finite(lse: Tensor) -> Tensor:
-    return torch.where(lse == NEVER, 0.0, lse)
 
 
 def _weigh_(scores: Tensor) -> Tensor:

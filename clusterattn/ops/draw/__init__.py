@@ -49,8 +49,7 @@ def number_and_holder(seed: Seed) -> tuple[int, Tensor | None]:
     return (0, seed) if isinstance(seed, Tensor) else (seed, None)
 
 
-@op("bits")
-def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
+def _bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Tensor:
     if _in_one_launch(counter):
         from . import kernels  # Triton's, where there is a GPU
 
@@ -61,15 +60,11 @@ def _bits(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = 
     return _mix((x + 0x3C6EF372 * stream) & _LOW)
 
 
-@_bits.fake
-def _(counter: Tensor, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
-    return torch.empty_like(counter, dtype=torch.int64, memory_format=torch.contiguous_format)
-
-
 def bits(counter: Tensor, seed: Seed, stream: int) -> Tensor:
     """A 32-bit random integer (as int64) for each counter.
 
-    An op of its own because a compiler that inlines the mixing, where every line reads the last one twice, never ends.
+    For eager code: a compiler that inlines the mixing, where every line reads the last one twice, never ends. Draws of
+    calls are ops.
     """
     number, holder = number_and_holder(seed)
     drawn: Tensor = _bits(counter, number, stream, holder)

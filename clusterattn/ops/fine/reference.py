@@ -16,7 +16,7 @@ from torch import Tensor
 from .._chunks import budget, exp_, wide
 from ..merge import NEVER
 from ..rows import flat_index
-from .seating import Limits, by_size, in_tiles
+from .seating import LONG, Limits, by_size, in_tiles
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
     x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
     near = flat_index(offer.near_at, hk, m).flatten(0, 2)
     far_keys, far_values, bias = (x.flatten(0, 2) for x in (offer.far_keys, offer.far_values, offer.bias))
-    limits = Limits(budget(q), max(t, d), t * d, offer.slope is not None)
-    # Blocks of a causal call: not a bit of an answer may depend on how large later clusters are.
-    seated = by_size if q.device.type == "cpu" and not offer.per else in_tiles
+    limits = Limits(budget(q), max(t, d), t * d)
+    seated = by_size if _is_long(q, offer) else in_tiles
     for heads, rows, real, cluster in seated(labels, c, limits):
         x = wide(x_rows.index_select(0, rows.flatten())).view(*rows.shape, d)
         at = near.index_select(0, cluster)
@@ -68,6 +67,12 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
         logits = _beside([torch.bmm(x, each.mT) for each in keys]).mul_(scale)
         logits += bias.index_select(0, cluster).unsqueeze(1)
         yield Piece(heads, rows, real, cluster, at, x, keys, values, logits)
+
+
+def _is_long(q: Tensor, offer: Offer) -> bool:
+    """Is every head worked on by itself? Not blocks of a causal call: not a bit of an answer may depend on how large
+    later clusters are."""
+    return q.device.type == "cpu" and q.shape[2] >= LONG and not offer.per
 
 
 def _both(rows: Tensor, at: Tensor, far: Tensor, cluster: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +123,7 @@ def forward(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> tuple[Tens
     for p in _pieces(q, labels, offer, scale):
         highest = p.logits.amax(-1, keepdim=True)
         weights = p.logits.sub_(torch.where(highest == NEVER, 0.0, highest))
-        weights = weights.exp_() if offer.per else exp_(weights)
+        weights = exp_(weights) if _is_long(q, offer) else weights.exp_()
         total = weights.sum(-1, keepdim=True)
         weights.div_(torch.where(total > 0, total, 1.0))
         answer = _mixed(weights, p.values)

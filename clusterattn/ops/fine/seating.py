@@ -12,6 +12,7 @@ from .. import tables
 from .._chunks import spans
 
 MOST = 256  # seats of a tile
+LONG = 1024  # queries of a head from which on its clusters are worth to be sorted by size
 
 Seated = tuple[slice, Tensor, Tensor, Tensor]
 """Heads of (b h); rows (g s) into (b h n), any row for an empty seat; which are real (g s); the tiles' clusters (g)
@@ -25,7 +26,6 @@ class Limits:
     most: int
     seat: int
     tile: int
-    by_head: bool  # no two heads at once, but whole ones
 
     def tiles(self, seats: int) -> int:
         return max(1, self.most // (seats * self.seat + self.tile))
@@ -57,8 +57,8 @@ def in_tiles(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
 
 
 def by_size(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
-    """Clusters of about the same size together, a tile for each (large ones have several), where sizes are known
-    without waiting. No sequence feels another's."""
+    """Clusters of a head that are about of one size together, a tile for each (large ones have several), where sizes
+    are known without waiting. No head feels another's: what a machine gets does not depend on which heads it has."""
     b, h, n = labels.shape
     lead = b * h
     home = torch.where(labels < 0, clusters, labels).view(lead, n)  # the homeless sort last
@@ -72,7 +72,7 @@ def by_size(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
     nth = torch.arange(len(cluster)) - (many.cumsum(0) - many)[cluster]
     first, last = (counts[cluster] * each // many[cluster] for each in (nth, nth + 1))
     size, begin = last - first, begin[cluster] + first
-    owner = cluster // (clusters if limits.by_head else clusters * h)
+    owner = cluster // clusters
     ranked = (owner * (n + 1) - size).argsort(stable=True)
     cluster, size, begin, owner = (x[ranked] for x in (cluster, size, begin, owner))
     sizes, owners = size.tolist(), owner.tolist()
@@ -81,7 +81,7 @@ def by_size(labels: Tensor, clusters: int, limits: Limits) -> Iterator[Seated]:
         real = seat < size[tiles].unsqueeze(-1)
         rows = order[torch.where(real, seat, 0) + begin[tiles].unsqueeze(-1)]
         one = owners[tiles.start]
-        yield slice(one, one + 1) if limits.by_head else slice(one * h, one * h + h), rows, real, cluster[tiles]
+        yield slice(one, one + 1), rows, real, cluster[tiles]
 
 
 def _runs(sizes: list[int], owners: list[int], limits: Limits) -> Iterator[slice]:
