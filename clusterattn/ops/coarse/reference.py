@@ -247,10 +247,23 @@ def _backward(
     given: Gradients, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None,
     pi: Tensor | None, found: Found, reach: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
-    acc, parts = found.lse.dtype, reach.parts
+    from .seating import moved_back
+
+    dc, dk, dv, at = _by_seat(given, c, k, v, key_mask, part_of, pi, found, reach)
+    dk = moved_back(dk, at, k.shape[2])  # one after the other: at most one of them is there twice
+    dv = moved_back(dv, at, v.shape[2])
+    return dc.view(c.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _by_seat(
+    given: Gradients, c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None,
+    pi: Tensor | None, found: Found, reach: Reach,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of c, and those of keys and values where they sit; and which key that is."""
     from .seating import in_tiles
 
+    (b, h, rows, d), (hk, m, e) = c.shape, v.shape[1:]
+    acc, parts = found.lse.dtype, reach.parts
     keys = in_tiles(k, v, key_mask, part_of, parts)
     shape = (b * hk, h // hk, rows)
     d_out = _like(given.out, found.out).reshape(*shape, parts, e)
@@ -312,8 +325,7 @@ def _backward(
         ds.mul_(reach.scale)
         dc[place] = torch.bmm(ds, p.k).view(*p.shape, d)
         dk[p.heads, :seen] += torch.bmm(ds.mT, p.c)
-    dk, dv = keys.moved_back(dk, m), keys.moved_back(dv, m)
-    return dc.view(b, h, rows, d), dk.view(b, hk, m, d), dv.view(b, hk, m, e)
+    return dc, dk, dv, keys.at
 
 
 @dataclass(frozen=True)

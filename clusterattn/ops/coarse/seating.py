@@ -153,20 +153,23 @@ class Tiles(Keys):
         return torch.einsum("hgrts,htgr->hgts", tiled, each).flatten(2)
 
     def places(self, m: int) -> Tensor | None:
-        """Where each of the m keys was seated (lead m)."""
-        if self.at is None:
-            return None
-        seat = torch.arange(self.at.shape[1], device=self.at.device).expand_as(self.at)
-        spare = torch.zeros(self.at.shape[0], m + 1, dtype=torch.int64, device=self.at.device)
-        return spare.scatter_(1, torch.where(self.at < 0, m, self.at), seat)[:, :m]
+        """Where each of the m keys was seated (lead m); anywhere for those that are not real."""
+        return None if self.at is None else _seats(self.at, m).clamp_(min=0)
 
-    def moved_back(self, x: Tensor, m: int) -> Tensor:
-        """What belongs to the seats (lead seen width), for the keys as they came: (lead m width)."""
-        if self.at is None:
-            return x
-        total = x.new_zeros(x.shape[0], m + 1, x.shape[-1])
-        index = torch.where(self.at < 0, m, self.at).unsqueeze(-1).expand_as(x)
-        return total.scatter_(1, index, x)[:, :m].contiguous()
+
+def _seats(at: Tensor, m: int) -> Tensor:
+    """Of keys at these seats, (lead seats): the seat of each of the m keys (lead m), -1 for those that have none."""
+    seat = torch.arange(at.shape[1], device=at.device).expand_as(at)
+    spare = torch.full((at.shape[0], m + 1), -1, dtype=torch.int64, device=at.device)
+    return spare.scatter_(1, torch.where(at < 0, m, at), seat)[:, :m]
+
+
+def moved_back(x: Tensor, at: Tensor | None, m: int) -> Tensor:
+    """What belongs to the seats (lead seen width), for the keys as they came: (lead m width)."""
+    if at is None:
+        return x
+    seat = _seats(at, m)
+    return _moved(x.unsqueeze(1), seat).masked_fill_((seat < 0).unsqueeze(-1), 0)
 
 
 def _as_they_came(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
