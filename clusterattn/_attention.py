@@ -31,27 +31,52 @@ WORDS = {  # SDPA's, and what they are here
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[False] = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[False] = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_state: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., return_state: Literal[True],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Any]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_state: Literal[True],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_state: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor, Any]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_state: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Any: ...
 def attention(

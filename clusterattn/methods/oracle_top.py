@@ -20,6 +20,7 @@ class OracleTop(Method):
     Args:
         top: best keys of each query
     """
+
     name: ClassVar[str] = "oracle_top"
     causality: ClassVar[str] = "strict"
     groups_type: ClassVar[type | None] = Buckets

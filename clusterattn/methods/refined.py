@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Refined(Improved):
     """Five changes to Improved, each measured on real models:

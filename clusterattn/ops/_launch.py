@@ -30,8 +30,6 @@ _plans: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
 _hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", [None]) if HAVE_TRITON else [None]
 
 
-
-
 class _Recording(threading.local):
     """Who writes down what this thread launches, see _tape.py."""
 

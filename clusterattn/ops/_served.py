@@ -164,9 +164,7 @@ TRITON = Backend(
         "members": Served(_why_not_members, _late("members.kernels.by_label")),
         "means": Served(_why_not_means, _late("kmeans.kernels.means"), _late("rows.kernels.broadcast")),
         "take": Served(why_no_kernels, plain_take, _late("rows.kernels.take_backward")),
-        "broadcast": Served(
-            why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")
-        ),
+        "broadcast": Served(why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")),
         "coarse": Served(_why_not_coarse, _late("coarse.served.forward"), _late("coarse.served.backward")),
         "closest": Served(_why_not_closest, _late("coarse.near.closest")),
         "shares": Served(_why_not_points, _late("coarse.slope.shares")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clusterattn.ops import choose
-from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
 from clusterattn.ops.kmeans import kernels, reference
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -54,7 +54,8 @@ def test_training_is_that_of_the_reference(
     train_at = None if sample is None else positions(1, 2, n, sample, holes=3)
     valid = None if sample is not None else torch.arange(n, device=DEVICE).expand(2, n) < n - 11
     settings = (x, valid, start_at, train_at, form, 2, kind == "signs")
-    got, again, wanted = kernels.kmeans(*settings), kernels.kmeans(*settings), reference.kmeans(*settings)
+    got, wanted = kernels.kmeans(*settings), reference.kmeans(*settings)
+    again = got if INTERPRETING else kernels.kmeans(*settings)  # which runs programs in one order
     for mine, same, theirs in zip(got, again, wanted, strict=True):
         assert torch.equal(mine, same), "the same inputs give the same bits"
         assert torch.equal(mine.isfinite(), theirs.isfinite())
@@ -82,7 +83,8 @@ def test_all_ways_of_training_find_the_same(
     once = kernels.kmeans(*settings)
     monkeypatch.setattr(kernels, "TOGETHER", 0)
     assert kernels.fits(x, c)
-    rounds, again = kernels.kmeans(*settings), kernels.kmeans(*settings)
+    rounds = kernels.kmeans(*settings)
+    again = rounds if INTERPRETING else kernels.kmeans(*settings)
     monkeypatch.setattr(kernels, "fits", lambda *_: False)
     stages = kernels.kmeans(*settings)
     alive = (start_at >= 0).flatten(0, 1)

@@ -96,9 +96,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
 def _give_back(
     ctx: Any, d_out: Any, d_mean: Any, d_lse: Any, d_near: Any, _at: Any, d_slope: Any, _bits: Any
 ) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _coarse_backward(
-        d_out, d_mean, d_lse, d_near, d_slope, *ctx.saved_tensors, *ctx.settings
-    )
+    found: tuple[Any, ...] = _coarse_backward(d_out, d_mean, d_lse, d_near, d_slope, *ctx.saved_tensors, *ctx.settings)
     return found
 
 

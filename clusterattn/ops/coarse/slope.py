@@ -167,9 +167,7 @@ def shares(counts: Tensor, like: Tensor, per: int) -> Tensor:
     counts = counts.contiguous()
     (b, h, c), few = counts.shape, min(SLOPE_CLUSTERS, per)
     out = torch.empty(b, h, c, dtype=torch.float32, device=counts.device)
-    launch(
-        shares_kernel, (c // per, b * h), (counts, out), (c, per, few), BC=power(SLOPE_CLUSTERS), num_warps=1
-    )
+    launch(shares_kernel, (c // per, b * h), (counts, out), (c, per, few), BC=power(SLOPE_CLUSTERS), num_warps=1)
     return out
 
 
@@ -184,8 +182,13 @@ def levels(lse: Tensor, pi: Tensor) -> Tensor:
     lead, parts, clusters = lse.shape
     level = torch.empty(lead, clusters, dtype=torch.float32, device=lse.device)
     launch(
-        level_kernel, (cdiv(clusters, 64), lead), (lse, pi.float().contiguous(), level), (clusters, parts),
-        BP=min(64, power(parts, least=1)), BC=64, num_warps=4
+        level_kernel,
+        (cdiv(clusters, 64), lead),
+        (lse, pi.float().contiguous(), level),
+        (clusters, parts),
+        BP=min(64, power(parts, least=1)),
+        BC=64,
+        num_warps=4,
     )
     return level
 

@@ -1,8 +1,8 @@
 """What the gradient D of the slope asks of keys, weights and means. With x = k - kappa, y = v - nu (see slope.py):
 
-    of a key      x^T D y, and through omega its weights
-    of a row      its mean under the weights of the part, which moves the parts' shares
-    of the means  -pi a D ybar for the mean key, -pi a D^T xbar for the mean value
+of a key      x^T D y, and through omega its weights
+of a row      its mean under the weights of the part, which moves the parts' shares
+of the means  -pi a D ybar for the mean key, -pi a D^T xbar for the mean value
 """
 
 from __future__ import annotations

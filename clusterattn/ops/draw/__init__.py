@@ -72,9 +72,7 @@ def bits(counter: Tensor, seed: Seed, stream: int) -> Tensor:
 
 
 @op("normal")
-def _normal(
-    like: Tensor, rounds: int, each: int, number: int, stream: int, holder: Optional[Tensor] = None
-) -> Tensor:
+def _normal(like: Tensor, rounds: int, each: int, number: int, stream: int, holder: Optional[Tensor] = None) -> Tensor:
     if _in_one_launch(like):
         from . import kernels  # Triton's, where there is a GPU
 

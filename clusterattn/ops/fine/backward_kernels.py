@@ -233,9 +233,7 @@ def d_slope_kernel(
         pulled = (dy.to(tl.float32) * (share * scale)[:, None]).to(dy.dtype)
         total += tl.dot(tl.trans((q - centroid).to(Q.dtype.element_ty)), pulled, input_precision=PRECISION)
     to = (lead * splits + split) * d
-    tl.store(
-        PART + (to + dims[:, None]) * e + values[None, :], total, mask=(dims < d)[:, None] & (values < e)[None, :]
-    )
+    tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=(dims < d)[:, None] & (values < e)[None, :])
 
 
 def backward(
@@ -300,7 +298,5 @@ def backward(
         d_slope = added(part)
     feet = coarse_backward.Feet(foot, taken.first) if slope else None
     given = coarse_backward.Given(d_far, d_mean, d_level, None, d_slope, feet)
-    dc, dk, dv = coarse_backward.backward(
-        given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER
-    )
+    dc, dk, dv = coarse_backward.backward(given, c, keys, pi, found, reach, foot=mass == TANGENT, odds=mass == CLUSTER)
     return dq, dc, *put_back(dk, dv, keys, found.near_at, near_dk, near_dv)

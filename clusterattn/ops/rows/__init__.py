@@ -70,9 +70,7 @@ _take.gradient(_give_back, _keep)
 
 
 @op("broadcast")
-def _broadcast(
-    rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], backend: str
-) -> Tensor:
+def _broadcast(rows: Tensor, labels: Tensor, order: Optional[Tensor], first: Optional[Tensor], backend: str) -> Tensor:
     shared: Tensor = _backends.function("broadcast", backend)(rows, labels)
     return shared
 

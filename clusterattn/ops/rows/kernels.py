@@ -13,9 +13,7 @@ from ..members.kernels import by_label
 
 
 @jit
-def broadcast_fwd_kernel(
-    ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr
-):
+def broadcast_fwd_kernel(ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr):
     """SHARED: each member gets its share of the row, one of COUNTS (lead c)."""
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims = tl.arange(0, BX)
