@@ -114,8 +114,11 @@ def checked_call(
             raise bad_type("generator a torch.Generator", type(generator).__name__, "seed= for a number")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     _check_seed(seed, q.device)
-    if scale is not None and not abs(scale) < math.inf:  # NaN is not, either
-        raise bad_value("scale a finite number", f"scale={scale}", "leaving it out: 1/sqrt(d)")
+    if scale is not None:
+        if not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+            raise bad_type("scale a number", type(scale).__name__, "float(scale), or leaving it out: 1/sqrt(d)")
+        if not abs(scale) < math.inf:  # NaN is not, either
+            raise bad_value("scale a finite number", f"scale={scale}", "leaving it out: 1/sqrt(d)")
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))

@@ -111,7 +111,7 @@ class Known:
                 enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Any:
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor | tuple[Tensor, ...] | None:
         """The answer of a call like those before; None where it must be an ordinary one."""
         if self._exact is not None:
             return self._exact(q, k, v)
