@@ -142,15 +142,34 @@ def attention(
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     ordinary = partial(
-        _attention, method=method, key_mask=key_mask, key_lengths=key_lengths, query_mask=query_mask, causal=causal,
-        documents=documents, scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups,
-        state=state, points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
-    )  # fmt: skip
+        _attention,
+        method=method,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
+        query_mask=query_mask,
+        causal=causal,
+        documents=documents,
+        scale=scale,
+        generator=generator,
+        dropout_p=dropout_p,
+        backend=backend,
+        groups=groups,
+        state=state,
+        points=points,
+        attn_mask=attn_mask,
+        return_lse=return_lse,
+        return_state=return_state,
+    )
     if (
-        torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or type(seed) is not int
-        or not isinstance(method, (str, Method)) or return_state or dropout_p or documents is not None
+        torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or type(seed) is not int
+        or not isinstance(method, (str, Method))
+        or return_state
+        or dropout_p
+        or documents is not None
         or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
-    ):  # fmt: skip
+    ):
         return ordinary(q, k, v, seed)
     kind = known(q, k, v, method, causal, scale, backend, return_lse)
     if kind is None:
@@ -165,11 +184,28 @@ def attention(
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, seed: int | Tensor, *, method: MethodSpec, key_mask: Tensor | None,
-    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, documents: Any, scale: float | None,
-    generator: torch.Generator | None, dropout_p: float, backend: str, groups: Groups, state: Any,
-    points: Tensor | None, attn_mask: Tensor | None, return_lse: bool, return_state: bool,
-) -> Answer:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: int | Tensor,
+    *,
+    method: MethodSpec,
+    key_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_mask: Tensor | None,
+    causal: bool,
+    documents: Any,
+    scale: float | None,
+    generator: torch.Generator | None,
+    dropout_p: float,
+    backend: str,
+    groups: Groups,
+    state: Any,
+    points: Tensor | None,
+    attn_mask: Tensor | None,
+    return_lse: bool,
+    return_state: bool,
+) -> Answer:
     """The call as it is made for the first time: nothing is known of it."""
     recipe = as_method(method)
     q, k, v = cast(q, k, v)

@@ -74,10 +74,20 @@ def filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: 
 
 
 def checked_call(
-    recipe: Method, q: Tensor, k: Tensor, v: Tensor,
-    key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
-    scale: float | None, generator: torch.Generator | None, seed: int | Tensor, backend: str, points: Tensor | None,
-) -> Call:  # fmt: skip
+    recipe: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    generator: torch.Generator | None,
+    seed: int | Tensor,
+    backend: str,
+    points: Tensor | None,
+) -> Call:
     (b, h, n, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
     if not (b == bk == bv and hk == hv and m == mv and d == dk):
         raise bad_value(
