@@ -114,9 +114,10 @@ def mask_swapped(
 ) -> Tensor | None:
     """As ``mask``, but of packed sequences the numbers of the documents (b m): the layers of a swapped model are known
     not to change masks on their way."""
-    documents = packed.in_function(mask_function) if attention_mask is None and q_length == kv_length else None
-    if documents is not None and not _tracing(documents):
-        return documents
+    if attention_mask is None and q_length == kv_length and not torch.compiler.is_compiling():
+        documents = packed.in_function(mask_function)
+        if documents is not None and not _tracing(documents):
+            return documents
     return mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
 
 
