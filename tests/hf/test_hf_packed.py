@@ -121,6 +121,14 @@ def test_a_dense_mask_that_says_more_stays_exact(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 2  # a line for each layer
 
 
+def test_what_is_exact_because_it_is_short_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny.make("llama"), {**flattened(), "attention_mask": blocks(causal=True)}
+    exact = answers(model, batch)
+    ca.hf.swap(model, ROUGH, exact_below=1000)
+    same(answers(model, batch), exact)
+    assert not caplog.records
+
+
 def test_exact_layers_see_the_documents_too() -> None:
     """Below exact_below, beside weights that are asked for, and in layers that a plan does not name."""
     model, batch = tiny.make("llama"), flattened()
