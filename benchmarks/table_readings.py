@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from table_words import NOT_YET, RESULTS, table
+import table_words as words
+from table_words import NOT_YET, table
 
 from clusterattn.measure import Row
 from clusterattn_papers.reproduce._experiment import chosen, spread
@@ -24,7 +25,7 @@ LENGTHS = (31, 63, 127, 255)  # letters of the copy task, of 2 (letters + 1) tok
 
 
 def readings_table() -> str:
-    found = {name: done_rows(named(name), "small", RESULTS) for name in (COPY, TRANSLATION, PAIRS, TEXTS)}
+    found = {name: done_rows(named(name), "small", words.RESULTS) for name in (COPY, TRANSLATION, PAIRS, TEXTS)}
     copied = [row for row in found[COPY] if row["method"] != "lsh" or row["budget"] == 1]
     if not any(row["method"] in READINGS for row in copied):
         return NOT_YET
