@@ -22,6 +22,7 @@ import table_scale
 import table_words as words
 from table_files import files_tree
 from table_models import pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
+from table_readings import readings_table
 from table_speed import (
     CROSSINGS,
     box,
@@ -114,6 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "box": box,
     "files": files_tree,
     "reproduced": reproduced_table,
+    "readings": readings_table,
     "pretrained": pretrained_summary,
     "pretrained-minilm": pretrained_table("minilm"),
     "pretrained-xquad": pretrained_table("xquad"),
