@@ -22,6 +22,7 @@ import table_scale
 import table_words as words
 from table_files import files_tree
 from table_models import pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
+from table_readings import readings_table
 from table_speed import (
     CROSSINGS,
     box,
@@ -114,6 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "box": box,
     "files": files_tree,
     "reproduced": reproduced_table,
+    "readings": readings_table,
     "pretrained": pretrained_summary,
     "pretrained-minilm": pretrained_table("minilm"),
     "pretrained-xquad": pretrained_table("xquad"),
@@ -173,7 +175,7 @@ def draw() -> None:
         alike = [row for row in alike if lengths[row["method"]] > 2 or row["method"] == "refined"]
         write_whole(DOCS / CROSSINGS, with_palette(crossings(alike)))
     for task in DRAWN:
-        found = pretrained_rows(task)
+        found = next(iter(pretrained_rows(task)), [])
         if found:
             png = picture(task, found, [key for key in FIGURES if key in found[0]])
             write_whole(PICTURES / f"pretrained-{task}.png", with_palette(png))
