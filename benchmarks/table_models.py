@@ -23,6 +23,7 @@ from table_words import (
 from clusterattn.measure import Row
 from clusterattn.measure.words import human_seconds
 
+
 class Told(NamedTuple):
     """A line of the summary."""
 

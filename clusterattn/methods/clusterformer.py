@@ -73,6 +73,7 @@ class ClusterFormer(Method):
     name: ClassVar[str] = "clusterformer"
     causality: ClassVar[str] = "value"
     self_only: ClassVar[bool] = True
+    takes_points: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     groups_type: ClassVar[type | None] = Buckets
 
