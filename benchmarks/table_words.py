@@ -45,7 +45,7 @@ def newest_run(theme: str) -> list[Row]:
 
 
 def commit_of(row: Row) -> str:
-    return str(row["environment"]["commit"]).removesuffix("-dirty")
+    return str(row["environment"]["commit"])
 
 
 @cache
