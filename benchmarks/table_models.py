@@ -23,6 +23,7 @@ from table_words import (
 from clusterattn.measure import Row
 from clusterattn.measure.words import human_seconds
 
+
 class Told(NamedTuple):
     """A line of the summary."""
 
@@ -100,7 +101,8 @@ def pretrained_summary() -> str:
             if row is None:
                 return "not measured"
             took = time_of(row)
-            return f"{row[told.figure]:.4f} at {percent(row['cost_share'], row)}" + (f", {took}×" if took != "–" else "")
+            said = f"{row[told.figure]:.4f} at {percent(row['cost_share'], row)}"
+            return said + (f", {took}×" if took != "–" else "")
 
         def best(kind: str, found: list[Row] = found, told: Told = told) -> str:
             mine = [row for row in found if row["settings"]["method"] == kind]
