@@ -16,29 +16,28 @@ def auto_table() -> str:
     newest = {_key(row): row for row in rows("auto")}
     if not newest:
         return NOT_YET
-    lines: dict[tuple[str, bool, int], dict[tuple[str, str], Row]] = {}
-    for row in newest.values():
-        line = lines.setdefault((row["environment"]["hardware"], row["causal"], row["n"]), {})
-        line[row["pass"], row["how"]] = row
+    lines: dict[tuple[str, int, int, bool, int], dict[tuple[str, str], Row]] = {}
+    for key, row in newest.items():
+        lines.setdefault(key[:-2], {})[row["pass"], row["how"]] = row
     body = [
         (
-            hardware + (", causal" if causal else ""),
+            f"{hardware}, {h} × {d}" + (", causal" if causal else ""),
             spaced(n),
             ", ".join(dict.fromkeys(f"`{row['chosen']}`" for row in line.values())),
             *(_speed(line.get(kind)) for kind in KINDS),
         )
-        for (hardware, causal, n), line in sorted(lines.items())
+        for (hardware, h, d, causal, n), line in sorted(lines.items())
     ]
     found = list(newest.values())
     kept = sum(row["met"] for row in found)
     head = ("device", "N", "takes", *(f"{name.replace('+', ' + ')}, {how}" for name, how in KINDS))
-    shapes = ", ".join(dict.fromkeys(f"{row['h']} × {row['d']}, {row['dtype']}" for row in found))
+    kinds = ", ".join(dict.fromkeys(str(row["dtype"]) for row in found))
     told = f"{kept} of {len(found)} rows are inside the rule (at most 5 % or 20 µs slower than SDPA)."
-    return f"{told}\n\n{table(head, body, words=3)}{origin(found, shapes)}"
+    return f"{told}\n\n{table(head, body, words=3)}{origin(found, kinds)}"
 
 
-def _key(row: Row) -> tuple[object, ...]:
-    return row["environment"]["hardware"], row["n"], row["causal"], row["pass"], row["how"]
+def _key(row: Row) -> tuple[str, int, int, bool, int, str, str]:
+    return row["environment"]["hardware"], row["h"], row["d"], row["causal"], row["n"], row["pass"], row["how"]
 
 
 def _speed(row: Row | None) -> str:
