@@ -1,6 +1,6 @@
 """Is ``ca.attention(q, k, v)`` never slower than SDPA? The default method, at every length.
 
-    python benchmarks/auto.py --device cuda [--seconds 300]
+    python benchmarks/auto.py --device cuda [--seconds 300] [--heads 32 --dim 128]
     python benchmarks/auto.py --device cpu [--seconds 300] [--threads 2]
 
 For N = 64, 128, ... 131 072 (a CPU: as far as the time goes), forward and forward + backward, causal and not, both
@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from clusterattn.measure.sample import tiled
 from clusterattn.measure.speed import captured, once_alone
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS, DIM, TOKENS = 6, 64, 32768
+TOKENS = 32768
 SHARE, MORE = 1.05, 20e-6
 AGAIN = 3  # a length that breaks the rule is measured again: a moment of noise is no answer
 
@@ -78,6 +79,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**i for i in range(6, 18)])
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     given = parser.parse_args()
@@ -87,45 +90,43 @@ def main() -> int:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     around = environment(device)
     path = rows_path(given.out, "auto", device, around)
-    for n in given.lengths:
+    for n, causal, backward in product(given.lengths, (False, True), (False, True)):
+        if time.perf_counter() - started > given.seconds:
+            print(f"{given.seconds:g} s are over at {n} tokens")
+            break
         b = max(TOKENS // n, 1) if device == "cuda" else 1
-        for causal in (False, True):
-            for backward in (False, True):
-                if time.perf_counter() - started > given.seconds:
-                    print(f"{given.seconds:g} s are over at {n} tokens")
+        sample = tiled(b, given.heads, n, given.dim, device, dtype)
+        leaves = [x.requires_grad_(backward) for x in (sample.q, sample.k, sample.v)]
+        runs = calls(leaves, causal, backward)
+        shape = ca.methods.budgets.Shape(n, n, given.dim, given.dim, causal)
+        chosen = ca.method("auto").choose(torch.device(device), dtype, b * given.heads, shape)
+        for _ in range(3):  # everything is compiled, known and replayed
+            for run in runs.values():
+                run()
+        for how in ("eager", "graph") if device == "cuda" else ("eager",):
+            timed = {name: captured(run) for name, run in runs.items()} if how == "graph" else runs
+            for _ in range(AGAIN):
+                took = fastest(timed, device, 0.05)
+                met = took["auto"] <= max(SHARE * took["sdpa"], took["sdpa"] + MORE)
+                if met:
                     break
-                sample = tiled(b, HEADS, n, DIM, device, dtype)
-                leaves = [x.requires_grad_(backward) for x in (sample.q, sample.k, sample.v)]
-                runs = calls(leaves, causal, backward)
-                shape = ca.methods.budgets.Shape(n, n, DIM, DIM, causal)
-                chosen = ca.method("auto").choose(torch.device(device), dtype, b * HEADS, shape)
-                for _ in range(3):  # everything is compiled, known and replayed
-                    for run in runs.values():
-                        run()
-                for how in ("eager", "graph") if device == "cuda" else ("eager",):
-                    timed = {name: captured(run) for name, run in runs.items()} if how == "graph" else runs
-                    for _ in range(AGAIN):
-                        took = fastest(timed, device, 0.05)
-                        met = took["auto"] <= max(SHARE * took["sdpa"], took["sdpa"] + MORE)
-                        if met:
-                            break
-                    row: Row = {
-                        "theme": "auto", "how": how, "b": b, "h": HEADS, "n": n, "d": DIM, "causal": causal,
-                        "pass": "forward+backward" if backward else "forward", "seconds": took["auto"],
-                        "sdpa_seconds": took["sdpa"], "speedup": took["sdpa"] / took["auto"], "met": met,
-                        "chosen": chosen.name, "dtype": str(dtype)[6:], "data": sample.source, "environment": around,
-                    }  # fmt: skip
-                    append(path, row)
-                    rows += 1
-                    line = (
-                        f"{n:7} {row['pass']:17} {'causal' if causal else '':7} {how:6} {chosen.name:8}"
-                        f"{took['auto'] * 1e6:11.1f} µs, SDPA {took['sdpa'] * 1e6:11.1f} {row['speedup']:7.2f}x"
-                    )
-                    print(line, "" if met else "  BROKEN", flush=True)
-                    if not met:
-                        broken.append(line)
-                    del timed
-                del runs, leaves, sample
+            row: Row = {
+                "theme": "auto", "how": how, "b": b, "h": given.heads, "n": n, "d": given.dim, "causal": causal,
+                "pass": "forward+backward" if backward else "forward", "seconds": took["auto"],
+                "sdpa_seconds": took["sdpa"], "speedup": took["sdpa"] / took["auto"], "met": met,
+                "chosen": chosen.name, "dtype": str(dtype)[6:], "data": sample.source, "environment": around,
+            }  # fmt: skip
+            append(path, row)
+            rows += 1
+            line = (
+                f"{n:7} {row['pass']:17} {'causal' if causal else '':7} {how:6} {chosen.name:8}"
+                f"{took['auto'] * 1e6:11.1f} µs, SDPA {took['sdpa'] * 1e6:11.1f} {row['speedup']:7.2f}x"
+            )
+            print(line, "" if met else "  BROKEN", flush=True)
+            if not met:
+                broken.append(line)
+            del timed
+        del runs, leaves, sample
     print(f"\n{rows} rows in {path}; {len(broken)} break the rule", *broken, sep="\n")
     return 1 if broken else 0
 

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # what lies beside this file
 
 import table_scale
 import table_words as words
+from table_auto import auto_table
 from table_files import files_tree
-from table_models import pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
+from table_models import defaults_table, pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
 from table_readings import readings_table
 from table_speed import (
     CROSSINGS,
@@ -117,6 +118,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reproduced": reproduced_table,
     "readings": readings_table,
     "pretrained": pretrained_summary,
+    "pretrained-defaults": defaults_table,
     "pretrained-minilm": pretrained_table("minilm"),
     "pretrained-xquad": pretrained_table("xquad"),
     "pretrained-whisper": pretrained_table("whisper"),
@@ -130,6 +132,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-memory": memory_table,
     "gpu": gpu_table,
     "gpu-causal": gpu_causal_table,
+    "auto": auto_table,
     "gpu-figures": gpu_figures,
     "gpu-bars": gpu_bars,
     "host": host_table,

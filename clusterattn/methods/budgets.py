@@ -234,9 +234,10 @@ def _is_sensible(method: Refined, at: Shape) -> bool:
     if min(at.n, at.m) >= FROM:
         ends.append((step_end(at.n), step_end(at.m)))
         ends += [(at.n, step_end(at.m)), (step_end(at.n), at.m)] if at.n != at.m else []
-    how = {"causal": at.causal, "group": at.group}
     return all(
-        3 * method.grouping_cost(*end, at.d, at.e, **how) <= method.cost(*end, at.d, at.e, **how) for end in ends
+        3 * method.grouping_cost(n, m, at.d, at.e, causal=at.causal, group=at.group)
+        <= method.cost(n, m, at.d, at.e, causal=at.causal, group=at.group)
+        for n, m in ends
     )
 
 

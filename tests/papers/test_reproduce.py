@@ -24,6 +24,7 @@ from clusterattn._rows import read
 from clusterattn.cli import build
 from clusterattn_papers import reproduce
 from clusterattn_papers.reproduce import Cell, Experiment, Table, beside, chosen, page, runner, spread
+from clusterattn_papers.reproduce._experiment import pinned
 from clusterattn_papers.reproduce.report import write_page
 
 RAN: list[str] = []
@@ -279,3 +280,13 @@ def test_data_in_a_folder_or_in_an_archive(tmp_path, monkeypatch):
     unpacked = folder_of(tmp_path / "packed", "mr")
     assert (unpacked / "mr-set" / "a.txt").read_text() == "x"
     assert folder_of(tmp_path / "packed", "mr") == unpacked
+
+
+@pytest.mark.parametrize("spec", ["refined", "refined:clusters=25,top=8", "improved:clusters=25", "clustered"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_methods_of_experiments_do_not_follow_the_shape_of_a_call(spec: str, causal: bool) -> None:
+    """Whatever the library comes to choose for sizes left open, a row's configuration means what it meant."""
+    method = pinned(spec)
+    short, long = (method.at(n, n, 64, 64, causal=causal, group=2) for n in (512, 60_000))
+    assert short == long
+    assert (getattr(short, "parts", 1), getattr(short, "slope", False)) == (1, False)
