@@ -8,31 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from .._documents import Starts
 
 _AND = and_masks(causal_mask_function).__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_places = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # since 5.23
+_PLACES = None if _places is None else _places(causal_mask_function, torch.empty(0)).__code__
 FORBIDDEN = -1e4  # what is added to a logit that must not count is at most this
 
 
 def in_function(mask_function: Callable[..., Any]) -> Tensor | None:
     """(b n) numbers of documents, where a causal model found that its position ids begin anew, and nothing more is
-    said. transformers tells that by a function made of two others."""
+    said. transformers tells that by a function made of two others: the documents, and causality, which since 5.23 asks
+    for the places inside of documents; they rise by 1 there, so it says the same."""
     if getattr(mask_function, "__code__", None) is not _AND:
         return None
-    both = _inside(mask_function)
-    if len(both) != 2 or both[0] is not causal_mask_function or getattr(both[1], "__code__", None) is not _PACKED:
-        return None
-    found: Tensor = _inside(both[1])
+    (both,) = _inside(mask_function)
+    kinds = [getattr(each, "__code__", None) for each in both]
+    found: Tensor | None = None
+    if len(both) == 2 and both[0] is causal_mask_function and kinds[1] is _PACKED:
+        (found,) = _inside(both[1])
+    elif _PLACES is not None and kinds == [_PACKED, _PLACES] and _inside(both[1])[0] is causal_mask_function:
+        (found,) = _inside(both[0])
     return found
 
 
-def _inside(function: Any) -> Any:
-    """The one thing that an inner function knows of the outer one."""
-    (cell,) = function.__closure__
-    return cell.cell_contents
+def _inside(function: Any) -> list[Any]:
+    """What an inner function knows of the outer one, in the order of its names."""
+    return [cell.cell_contents for cell in function.__closure__]
 
 
 def in_words(extra: dict[str, Any], b: int) -> Starts | None:

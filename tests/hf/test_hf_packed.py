@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason='needs the extra "hf"')
 import tiny
 import transformers as T
 from tiny import ROUGH, answers, close, differ, same
+from transformers import masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 import clusterattn as ca
@@ -194,3 +195,9 @@ def test_what_a_mask_function_says() -> None:
         assert packed.in_function(other) is None
     assert packed.in_function(and_masks(causal_mask_function, told, told)) is None
     assert packed.in_function(and_masks(causal_mask_function, causal_mask_function)) is None
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # transformers 5.23
+        places = torch.tensor([[0, 1, 0]])
+        say = masking_utils.packed_sequence_compatibility_function
+        assert packed.in_function(say(causal_mask_function, places, ids)) is ids
+        assert packed.in_function(say(masking_utils.sliding_window_causal_mask_function(2), places, ids)) is None
+        assert packed.in_function(and_masks(say(causal_mask_function, places, ids), told)) is None
