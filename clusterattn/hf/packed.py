@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,32 +15,41 @@ from transformers.masking_utils import and_masks, causal_mask_function, packed_s
 
 from .._documents import Starts
 
-_AND = and_masks(causal_mask_function).__code__
-_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_places = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # since 5.23
-_PLACES = None if _places is None else _places(causal_mask_function, torch.empty(0)).__code__
 FORBIDDEN = -1e4  # what is added to a logit that must not count is at most this
+
+_NUMBERS, _POSITIONS = torch.empty(0), torch.empty(0)  # where a model's own will stand
+_FORMS = [and_masks(causal_mask_function, packed_sequence_mask_function(_NUMBERS))]
+if hasattr(masking_utils, "packed_sequence_compatibility_function"):
+    # From 5.23 on causality goes by positions, which within a document rise one by one: it says the same.
+    _FORMS.append(masking_utils.packed_sequence_compatibility_function(causal_mask_function, _POSITIONS, _NUMBERS))
 
 
 def in_function(mask_function: Callable[..., Any]) -> Tensor | None:
     """(b n) numbers of documents, where a causal model found that its position ids begin anew, and nothing more is
-    said. transformers tells that by a function made of two others: the documents, and causality, which since 5.23 asks
-    for the places inside of documents; they rise by 1 there, so it says the same."""
-    if getattr(mask_function, "__code__", None) is not _AND:
-        return None
-    (both,) = _inside(mask_function)
-    kinds = [getattr(each, "__code__", None) for each in both]
-    found: Tensor | None = None
-    if len(both) == 2 and both[0] is causal_mask_function and kinds[1] is _PACKED:
-        (found,) = _inside(both[1])
-    elif _PLACES is not None and kinds == [_PACKED, _PLACES] and _inside(both[1])[0] is causal_mask_function:
-        (found,) = _inside(both[0])
-    return found
+    said. transformers tells that by a function made of others, put together as one of _FORMS is."""
+    return next((found for form in _FORMS if (found := _numbers(mask_function, form)) is not None), None)
 
 
-def _inside(function: Any) -> list[Any]:
-    """What an inner function knows of the outer one, in the order of its names."""
-    return [cell.cell_contents for cell in function.__closure__]
+def _numbers(given: Any, form: Any) -> Tensor | None:
+    """What a function has in the place of _NUMBERS, where it differs from the form in nothing but tensors."""
+    numbers = None
+    for theirs, ours in itertools.zip_longest(_made_of(given), _made_of(form)):
+        if theirs is not ours and not (isinstance(theirs, Tensor) and isinstance(ours, Tensor)):
+            return None
+        numbers = theirs if ours is _NUMBERS else numbers
+    return numbers
+
+
+def _made_of(thing: Any) -> Iterator[Any]:
+    """Step by step into a function: its code, then whatever it knows of the outer ones."""
+    if isinstance(thing, FunctionType):
+        yield thing.__code__
+        thing = tuple(cell.cell_contents for cell in thing.__closure__ or ())
+    if isinstance(thing, tuple):
+        for each in thing:
+            yield from _made_of(each)
+    else:
+        yield thing
 
 
 def in_words(extra: dict[str, Any], b: int) -> Starts | None:

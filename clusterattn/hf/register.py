@@ -114,9 +114,10 @@ def mask_swapped(
 ) -> Tensor | None:
     """As ``mask``, but of packed sequences the numbers of the documents (b m): the layers of a swapped model are known
     not to change masks on their way."""
-    documents = packed.in_function(mask_function) if attention_mask is None and q_length == kv_length else None
-    if documents is not None and not _tracing(documents):
-        return documents
+    if attention_mask is None and q_length == kv_length and not torch.compiler.is_compiling():
+        documents = packed.in_function(mask_function)
+        if documents is not None and not _tracing(documents):
+            return documents
     return mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)
 
 
@@ -193,7 +194,8 @@ def _attend(
     documents, causal = _documents(stamp, mask, causal, query.shape[0], n, m, extra)
     besides = mask if documents is None else None
     obstacle = stamp.why_exact or _obstacle(stamp, module, besides, dropout, causal, n, m, extra)
-    method = Exact() if obstacle or n == 1 or min(n, m) < stamp.exact_below else stamp.method
+    as_asked = n == 1 or min(n, m) < stamp.exact_below
+    method = Exact() if obstacle or as_asked else stamp.method
     queries = _query_mask(stamp, keys, causal, n, m)
     call = LayerCall(query, key, value, keys, queries, causal, scaling, method, seed=stamp.seed, documents=documents)
     if stamp.parallel is not None:
@@ -201,7 +203,7 @@ def _attend(
         return over_ranks.answer(stamp, call, shared).transpose(1, 2).contiguous(), None
     weights = None
     if isinstance(method, Exact):
-        if obstacle and not stamp.why_exact and n > 1:
+        if obstacle and not stamp.why_exact and not as_asked:
             log_once(stamp.name or type(module).__name__, obstacle)
         out, weights = _exact(stamp, module, call, mask, dropout, extra)
     else:

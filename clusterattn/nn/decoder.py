@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,10 @@ from .encoder import Frame, last_norm
 
 COMMITMENT = 1e-4
 """The published weight of Routing's commitment loss."""
+SEES_AHEAD = (
+    "ClusterFormer's affinity or straight in a decoder: memberships are made from the whole sequence, so the task "
+    "learns to read later tokens in them, and what writes token by token finds none there; keep them to encoders"
+)
 
 
 class DecoderLayer(Frame):
@@ -89,7 +94,8 @@ class Decoder(NeuralClusters, nn.Module):
     No token ever hears the value of a later one. But Reformer, Routing, ClusterFormer and Smyrf are only
     value-causal: over a whole sequence, as in training, later tokens have a say in who is grouped with whom;
     a decoder that writes token by token groups its prefix alone. Clustered, Improved and Refined group by
-    earlier blocks (``block`` in the method) and are strict.
+    earlier blocks (``block`` in the method) and are strict. With ClusterFormer's ``affinity`` or ``straight`` that say
+    is one the task trains: it learns to read later tokens off the memberships. A warning says so.
     """
 
     def __init__(
@@ -112,6 +118,8 @@ class Decoder(NeuralClusters, nn.Module):
         if isinstance(chosen, ClusterFormer):
             chosen = replace(chosen, clusters=chosen.clusters or max(math.isqrt(length), 1))
             self.own_centroids(chosen, embed_dim, layers, options)
+            if chosen.affinity or chosen.straight:
+                warnings.warn(SEES_AHEAD, stacklevel=2)
         self.layers = nn.ModuleList(
             DecoderLayer(embed_dim, heads, chosen, norm_first=norm_first, seed=seed + at, **options)
             for at in range(layers)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
+from clusterattn._rows import Row
 from clusterattn.methods import ClusterFormer
+
+from ._experiment import chosen
 
 PAPERS = "clusterformer"  # the paper's own name for what it shows; and the label of this project's first reading
 # All that a reading depends on is written out, so that rows stay true whatever becomes of the defaults.
@@ -49,3 +54,10 @@ def reading(label: str, clusters: int | None = None) -> str:
 def in_paper(label: str) -> str:
     """The row of the paper's table that a label's rows stand beside."""
     return PAPERS if label in READINGS else label
+
+
+def best_on_dev(rows: Sequence[Row], dev: str, **where: Any) -> str | None:
+    """The label of the reading whose mean on dev is best; None where there is nothing to choose from."""
+    found = {label: chosen(rows, dev, method=label, **where) for label in READINGS}
+    means = {label: statistics.fmean(each) for label, each in found.items() if each}
+    return max(means, key=means.__getitem__) if len(means) > 1 else None

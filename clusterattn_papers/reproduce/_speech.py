@@ -293,8 +293,8 @@ class Trained(Experiment):
         lines = thinned(fitted.history)
         rows[0] |= {
             "steps": fitted.steps,
-            "seconds": round(fitted.seconds, 2),
-            "seconds_per_epoch": round(fitted.seconds_per_epoch, 3),
+            "seconds": fitted.seconds,  # not rounded: with the next one it says how many updates make an epoch
+            "seconds_per_epoch": fitted.seconds_per_epoch,
             "history": [[round(line[key], 4) for key in (*HISTORY, task.figure)] for line in lines],
             **({"tuned_from": start} if start else {}),
         }

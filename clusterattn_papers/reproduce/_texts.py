@@ -26,7 +26,7 @@ from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, apart, lead, pinned
-from ._readings import PAPERS, READINGS, READINGS_NOTE, in_paper, reading
+from ._readings import PAPERS, READINGS, READINGS_NOTE, best_on_dev, in_paper, reading
 from ._readings import SAYS as READ
 
 SAYS = {
@@ -264,6 +264,17 @@ def compared(
         f"{SAYS[one]} less {SAYS[other]}, points ± standard error of the mean, verdicts at 95 % by Student's t: "
         f"{', '.join(leads)}: {words}."
     )
+
+
+def best_reading(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str | None:
+    """One sentence: the reading that dev would choose for each column (name, set, figure), and how it does on test."""
+    found = [
+        f"{name} {SAYS[best]} ({distance} from the Transformer on test{verdict and f', {verdict}'})"
+        for name, which, key in columns
+        if (best := best_on_dev(rows, "dev", set=which))
+        for distance, verdict in [lead(apart(rows, key, best, "transformer", set=which))]
+    ]
+    return f"The reading that is best on dev: {'; '.join(found)}." if found else None
 
 
 def against_paper(verdict: str, paper: float) -> str:

@@ -23,6 +23,7 @@ from ._texts import (
     TextConfig,
     TextExperiment,
     against_paper,
+    best_reading,
     compared,
     sizes_note,
     trained,
@@ -108,7 +109,8 @@ class ClusterFormerTable2(TextExperiment):
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
         columns = [(name, name, "accuracy") for name, _ in config.sets]
         mine = (PAPERS, *self.readings)
-        lines = [
+        lines = [best_reading(rows, columns)]
+        lines += [
             compared(rows, columns, TABLE2, other, one)
             for one in mine
             for other in ("transformer", "reformer", "routing")
@@ -176,7 +178,8 @@ class ClusterFormerTable3(TextExperiment):
         ]
 
     def findings(self, rows: Sequence[Row], config: TextConfig) -> list[str]:
-        lines = [
+        lines = [best_reading(rows, PAIR_COLUMNS)]
+        lines += [
             compared(rows, PAIR_COLUMNS, TABLE3, other, one)
             for one in (PAPERS, *self.readings)
             for other in ("transformer", "reformer", "routing")
@@ -209,7 +212,7 @@ class ClusterFormerFig5(ClusterFormerTable3):
 
     def picture(self, rows: Sequence[Row], config: TextConfig) -> bytes | None:
         with plots.rules():
-            figure = plots.canvas(9.2, 3.8)
+            figure = plots.canvas(9.2, 5.4)
             axes = figure.subplots()
             for method in self.methods(config):
                 for at, row in enumerate(self._curves(rows, method)):
@@ -218,12 +221,12 @@ class ClusterFormerFig5(ClusterFormerTable3):
                         [each["epoch"] for each in row["history"]],
                         [each["loss"] for each in row["history"]],
                         color=colour,
-                        marker=marker,
+                        marker="" if method in LINES else marker,
                         ms=4,
                         lw=1.2,
                         alpha=0.8,
                         ls=LINES.get(method, "-"),
-                        label=SAYS[method] if at == 0 else None,
+                        label=(method if method in LINES else SAYS[method]) if at == 0 else None,
                     )
             axes.set(xlabel="epoch", ylabel="training loss", title="SNLI: training loss, one line for each seed")
             axes.grid(True)

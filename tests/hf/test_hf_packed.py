@@ -121,6 +121,14 @@ def test_a_dense_mask_that_says_more_stays_exact(caplog: pytest.LogCaptureFixtur
     assert len(caplog.records) == 2  # a line for each layer
 
 
+def test_what_is_exact_because_it_is_short_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny.make("llama"), {**flattened(), "attention_mask": blocks(causal=True)}
+    exact = answers(model, batch)
+    ca.hf.swap(model, ROUGH, exact_below=1000)
+    same(answers(model, batch), exact)
+    assert not caplog.records
+
+
 def test_exact_layers_see_the_documents_too() -> None:
     """Below exact_below, beside weights that are asked for, and in layers that a plan does not name."""
     model, batch = tiny.make("llama"), flattened()
@@ -195,9 +203,23 @@ def test_what_a_mask_function_says() -> None:
         assert packed.in_function(other) is None
     assert packed.in_function(and_masks(causal_mask_function, told, told)) is None
     assert packed.in_function(and_masks(causal_mask_function, causal_mask_function)) is None
-    if hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # transformers 5.23
-        places = torch.tensor([[0, 1, 0]])
-        say = masking_utils.packed_sequence_compatibility_function
-        assert packed.in_function(say(causal_mask_function, places, ids)) is ids
-        assert packed.in_function(say(masking_utils.sliding_window_causal_mask_function(2), places, ids)) is None
-        assert packed.in_function(and_masks(say(causal_mask_function, places, ids), told)) is None
+
+
+def test_what_transformers_says_of_documents_however_it_puts_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that it makes for a causal model, for one with a window, and for one with a mask of its own."""
+    said: list[Any] = []
+    monkeypatch.setitem(
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "told", lambda **given: said.append(given)
+    )
+    config = T.LlamaConfig(sliding_window=2)
+    config._attn_implementation = "told"
+    given = {
+        "config": config, "inputs_embeds": torch.zeros(2, 5, 8), "attention_mask": None, "past_key_values": None,
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]),
+    }  # fmt: skip
+    masking_utils.create_causal_mask(**given)
+    masking_utils.create_sliding_window_causal_mask(**given)
+    masking_utils.create_causal_mask(**given, and_mask_function=lambda b, h, q, k: k > 0)
+    found = [packed.in_function(each["mask_function"]) for each in said]
+    assert found[0].tolist() == [[0, 0, 0, 1, 1], [0] * 5]
+    assert found[1:] == [None, None]

@@ -145,6 +145,19 @@ def test_figure_5_counts_lengths_not_seeds_and_says_what_is_hard() -> None:
     assert said[2] == "improved solves 5 of 6 cells (the paper: all)."
 
 
+def test_figure_5_says_where_a_reading_fails_and_whether_it_was_still_learning() -> None:
+    curve = [(1000, 0.2), (4000, 0.6), (5000, 0.7)]
+    rows = [
+        {"method": "clusterformer-task", "budget": 0, "letters": letters, "accuracy": accuracy, "curve": curve}
+        for letters, accuracy in ((31, 1.0), (63, 0.66), (63, 0.68))
+    ]
+    said = ClusteredFig5().findings(rows, ClusteredFig5.scales["small"])
+    assert said[-1] == (
+        "clusterformer-task, mean over seeds, and what the last fifth of the updates brought on dev: "
+        "67.0% at N = 128 (+10.0 points)."
+    )
+
+
 def test_figure_5_is_the_papers_at_small_scale() -> None:
     config = ClusteredFig5.scales["small"]
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]

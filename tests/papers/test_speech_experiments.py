@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 from clusterattn_papers.reproduce import Context, _speech
 from clusterattn_papers.reproduce import clustered_speech as speech_tables
 from clusterattn_papers.reproduce import clustered_speech_figures as speech_figures
+from clusterattn_papers.reproduce._experiment import Cell
 from clusterattn_papers.reproduce._speech import FINE_TUNED, PAPER, SHOWN, SMALL, thinned
-from clusterattn_papers.train import checkpoint
+from clusterattn_papers.train import Fitted, checkpoint, fit
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,23 @@ def test_smoke(kind: type, rows: dict[str, list[dict[str, object]]]) -> None:
     assert shown.findings([], config) == []
     picture = shown.picture(mine, config)
     assert (picture or b"").startswith(b"\x89PNG") == (kind in (speech_figures.Figure1, speech_figures.Figure7))
+
+
+def test_updates_of_an_epoch_are_counted_however_fast_they_were(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    found: list[Fitted] = []
+
+    def fast(*given: Any, **more: Any) -> Fitted:
+        found.append(replace(fit(*given, **more), seconds=1e-5))
+        return found[0]
+
+    monkeypatch.setattr(_speech, "fit", fast)
+    table = speech_tables.ClusteredTable1()
+    cell, config = Cell("", {"trained": "full", "layers": 1, "seed": 0}), table.scales["smoke"]
+    row = table.run(cell, config, Context(torch.device("cpu"), None, tmp_path / "work"))[0]
+    assert speech_tables.per_epoch(row) == pytest.approx(found[0].steps / found[0].epochs)
 
 
 def test_more_clusters_are_tuned_from_fewer_where_the_paper_does_so(rows: dict[str, list[dict[str, object]]]) -> None:

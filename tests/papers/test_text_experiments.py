@@ -16,8 +16,8 @@ from reviews import reviews
 
 from clusterattn_papers.reproduce import _texts
 from clusterattn_papers.reproduce._experiment import Context, apart, lead
-from clusterattn_papers.reproduce._readings import NEW
-from clusterattn_papers.reproduce._texts import against_paper, compared, task_losses, trained
+from clusterattn_papers.reproduce._readings import NEW, best_on_dev
+from clusterattn_papers.reproduce._texts import against_paper, best_reading, compared, task_losses, trained
 from clusterattn_papers.reproduce.clusterformer_text import (
     EXPERIMENTS,
     ClusterFormerFig5,
@@ -125,6 +125,25 @@ def test_differences_are_taken_seed_by_seed() -> None:
         for method, seed, value in (("a", 0, 0.9), ("a", 1, 0.7), ("a", 2, 0.5), ("b", 0, 0.8), ("b", 1, 0.8))
     ]
     assert apart(rows, "accuracy", "a", "b", set="CR") == pytest.approx([10, -10])
+
+
+def test_readings_are_chosen_on_dev_and_judged_on_test() -> None:
+    rows = [
+        {"set": "CR", "method": method, "seed": seed, "dev": dev + seed / 100, "accuracy": accuracy}
+        for method, dev, accuracy in (
+            ("transformer", 0.9, 0.8),
+            ("clusterformer", 0.7, 0.9),
+            ("clusterformer-off", 0.8, 0.7),
+        )
+        for seed in range(2)
+    ]
+    columns = [("CR", "CR", "accuracy"), ("MR", "MR", "accuracy")]
+    assert best_on_dev(rows, "dev", set="CR") == "clusterformer-off"
+    said = best_reading(rows, columns)
+    assert said is not None
+    assert "CR ClusterFormer, the same without L1 and L2 (-10.0 ± 0.0 from the Transformer on test, behind)" in said
+    assert "MR" not in said
+    assert best_reading([row for row in rows if row["method"] != "clusterformer"], columns) is None
 
 
 def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> None:

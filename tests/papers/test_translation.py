@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import warnings
 
 import pytest
 import torch
@@ -47,6 +48,15 @@ def test_decoder_answers_and_learns(method: str) -> None:
     left = [name for name, each in decoder.named_parameters() if each.grad is None]
     assert all("cluster_proj" in name for name in left)  # ClusterFormer's losses train its centroids alone
     assert (auxiliary != 0) == method.startswith(("clusterformer", "routing"))
+
+
+@pytest.mark.parametrize("setting", ["affinity=8", "straight=True"])
+def test_a_decoder_whose_memberships_tell_of_later_tokens_warns(setting: str) -> None:
+    with pytest.warns(UserWarning, match="read later tokens"):
+        Decoder(16, 2, 1, f"clusterformer:clusters=3,{setting}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Decoder(16, 2, 1, "clusterformer:clusters=3")
 
 
 @pytest.mark.parametrize("method", STRICT)
