@@ -69,7 +69,7 @@ class Check(NamedTuple):
 
 def off(got: Tensor, wanted: Tensor) -> float:
     """Relative, in the Euclidean norm; equal infinities (lse of nothing) count as equal."""
-    if got.shape != wanted.shape:
+    if got.shape != wanted.shape or got.isnan().any():
         return float("inf")
     got, wanted = got.detach().double(), wanted.detach().double()
     apart = torch.where(got == wanted, 0.0, got - wanted).norm()
