@@ -189,6 +189,8 @@ def inputs(x: Case) -> Inputs:
     d_lse = torch.randn(x.b, x.h, x.n, generator=draw)
     kind = DTYPES[x.dtype]
     return Inputs(
-        *(t.to(kind).to(DEVICE) for t in (q, k, v, d_out)), d_lse.to(DEVICE), masked(x.key_mask, x.b, x.m, draw),
+        *(t.to(kind).to(DEVICE) for t in (q, k, v, d_out)),
+        d_lse.to(DEVICE),
+        masked(x.key_mask, x.b, x.m, draw),
         masked("holes", x.b, x.n, draw) if x.query_mask else None,
-    )  # fmt: skip
+    )

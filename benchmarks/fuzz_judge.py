@@ -116,9 +116,16 @@ def answers(
             t = t.masked_fill(~mask[:, None, :, None], float("nan"))
         leaves.append(laid(t, x.layout if poison else "plain").detach().requires_grad_())
     out, lse = ca.attention(
-        *leaves, method=x.method, causal=x.causal, key_mask=given.key_mask, query_mask=given.query_mask,
-        groups=groups, backend=backend, return_lse=True, seed=x.seed,
-    )  # fmt: skip
+        *leaves,
+        method=x.method,
+        causal=x.causal,
+        key_mask=given.key_mask,
+        query_mask=given.query_mask,
+        groups=groups,
+        backend=backend,
+        return_lse=True,
+        seed=x.seed,
+    )
     total = (out * given.d_out.to(dtype)).sum()
     total = total + (torch.where(lse.isfinite(), lse, 0.0) * given.d_lse.to(lse.dtype)).sum()
     with torch.autograd.set_multithreading_enabled(False):  # rounded products belong to this thread

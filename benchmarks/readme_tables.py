@@ -42,7 +42,7 @@ from table_words import NOT_YET, ROOT, newest_run, rows
 from clusterattn._files import write_whole
 from clusterattn.measure import Row
 from clusterattn_papers.reproduce import Experiment, experiments
-from clusterattn_papers.reproduce.page import best_scale, config_of, markdown, unfinished, where
+from clusterattn_papers.reproduce.page import best_scale, markdown, shown, unfinished, where
 from clusterattn_papers.reproduce.page import write as write_page
 
 DOCS = ROOT / "docs"
@@ -77,7 +77,7 @@ def reproduced_table() -> str:
     parts: dict[str, list[str]] = {paper: [] for paper in PAPERS}
     seen = list[Row]()
     for each, scale, some in reproduced():
-        came_out = each.findings(some, config_of(each, scale)) or [f"{each.about}."]
+        came_out = shown(each, scale, some).findings or [f"{each.about}."]
         page = f"../results/reproduce/{each.name}-{scale}"
         picture = (
             f"\n![{each.place}: {each.about}]({page}.png)\n" if (PAGES / f"{each.name}-{scale}.png").exists() else ""
@@ -94,16 +94,18 @@ def reproduced_table() -> str:
 
 
 def write_reproduced(check: bool) -> list[Path]:
-    """The page of each of them, and its picture; those whose text is out of date."""
+    """The page of each of them, and its picture; those whose text is out of date. Pictures have no such test, so they
+    are drawn anew whenever anything is written."""
     stale = []
     for each, scale, some in reproduced():
         path = PAGES / f"{each.name}-{scale}.md"
         picture = path.with_suffix(".png")
-        text = markdown(each, scale, some, picture.name if picture.exists() else None)
-        if not path.exists() or path.read_text() != text:
+        if not path.exists() or path.read_text() != markdown(
+            each, scale, some, picture.name if picture.exists() else None
+        ):
             stale.append(path)
-            if not check:
-                write_page(each, scale, some, PAGES)
+        if not check:
+            write_page(each, scale, some, PAGES)
     return stale
 
 
@@ -173,7 +175,7 @@ def draw() -> None:
         alike = [row for row in alike if lengths[row["method"]] > 2 or row["method"] == "refined"]
         write_whole(DOCS / CROSSINGS, with_palette(crossings(alike)))
     for task in DRAWN:
-        found = pretrained_rows(task)
+        found = next(iter(pretrained_rows(task)), [])
         if found:
             png = picture(task, found, [key for key in FIGURES if key in found[0]])
             write_whole(PICTURES / f"pretrained-{task}.png", with_palette(png))

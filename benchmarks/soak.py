@@ -124,8 +124,9 @@ def main() -> int:
     if after > kernels * (1 + MORE_KERNELS) + 2:
         faults.append(f"{after} kernels are compiled, {kernels} were after a quarter")
     for what, many, most in (
-        ("plans", len(_launch._plans), _launch.PLANS), ("kinds of calls", len(_replay._known), _replay.MOST)
-    ):  # fmt: skip
+        ("plans", len(_launch._plans), _launch.PLANS),
+        ("kinds of calls", len(_replay._known), _replay.MOST),
+    ):
         if many > most:
             faults.append(f"{many} {what} are remembered, {most} is the limit")
     if grown > RESIDENT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from table_words import (
     MARK,
@@ -22,13 +23,26 @@ from table_words import (
 from clusterattn.measure import Row
 from clusterattn.measure.words import human_seconds
 
-# task -> what it is, its main figure, which way is better, and the share of exact attention's cost that the bars allow
-PRETRAINED = {
-    "minilm": ("MiniLM-L6, 512 tokens", "distance", "cosine distance of embeddings", -1, 0.35),
-    "xquad": ("MiniLM-L6, question → paragraph", "top1", "top-1 accuracy", 1, 0.35),
-    "whisper": ("Whisper tiny.en's encoder, 1 500 frames", "wer", "word error rate", -1, 0.35),
-    "smollm2-8192": ("SmolLM2-135M, 8 192 tokens, prefill", "kl", "KL to exact, nats", -1, 0.30),
-}
+class Told(NamedTuple):
+    """A line of the summary."""
+
+    task: str
+    name: str
+    figure: str
+    words: str
+    better: int  # which way
+    most: float  # share of exact attention's cost that the bars allow
+    source: str | None = None  # centroids_from of causal rows: "block" is prefill, "past" is strict
+
+
+PRETRAINED = (
+    Told("minilm", "MiniLM-L6, 512 tokens", "distance", "cosine distance of embeddings", -1, 0.35),
+    Told("xquad", "MiniLM-L6, question → paragraph", "top1", "top-1 accuracy", 1, 0.35),
+    Told("whisper", "Whisper tiny.en's encoder, 1 500 frames", "wer", "word error rate", -1, 0.35),
+    Told("smollm2-8192", "SmolLM2-135M, 8 192 tokens, prefill", "kl", "KL to exact, nats", -1, 0.30, "block"),
+    Told("smollm2-8192", "SmolLM2-135M, 8 192 tokens, strict", "perplexity", "perplexity", -1, 0.30, "past"),
+)
+DEFAULTS = {"refined": "default", "refined:centroids_from=block": "default, prefill"}
 FIGURES = {
     "distance": "cosine distance", "top1": "top-1", "wer": "word error rate", "changed": "words changed",
     "kl": "KL, nats", "perplexity": "perplexity", "hidden": "hidden-state error",
@@ -36,21 +50,22 @@ FIGURES = {
 COUNTS = ("multiply-adds, of exact's", "time, exact = 1")
 
 
-def pretrained_rows(task: str) -> list[Row]:
-    """The newest row of each method, cheapest first."""
-    newest = {row["method"]: row for row in rows("pretrained") if row["task"] == task}
-    return sorted(newest.values(), key=lambda row: float(row["cost_share"]))
+def pretrained_rows(task: str) -> list[list[Row]]:
+    """Of each set of examples that the task was judged on, the one with the most methods first: the newest row of each
+    method, cheapest first. Figures of different examples do not compare."""
+    newest = {(row["examples"], row["method"]): row for row in rows("pretrained") if row["task"] == task}
+    by_examples: dict[str, list[Row]] = {}
+    for row in sorted(newest.values(), key=lambda row: float(row["cost_share"])):
+        by_examples.setdefault(row["examples"], []).append(row)
+    return sorted(by_examples.values(), key=len, reverse=True)
 
 
 def pretrained_table(task: str) -> Callable[[], str]:
-    def write() -> str:
-        found = pretrained_rows(task)
-        if not found:
-            return NOT_YET
+    def one(found: list[Row]) -> str:
         figures = [key for key in FIGURES if key in found[0]]
         body = [
             (
-                f"`{name_of(row)}`" + (" (default)" if row["method"] == "refined" else ""),
+                f"`{name_of(row)}`" + (f" ({DEFAULTS[row['method']]})" if row["method"] in DEFAULTS else ""),
                 percent(row["cost_share"], row),
                 time_of(row),
                 *(f"{row[key]:.4f}" for key in figures),
@@ -58,38 +73,41 @@ def pretrained_table(task: str) -> Callable[[], str]:
             for row in found
         ]
         head = ("method", *COUNTS, *(FIGURES[key] for key in figures))
-        examples = ", ".join(dict.fromkeys(str(row["examples"]) for row in found))
-        return table(head, body) + origin(found, examples, *no_times(found))
+        seeds = max(row.get("seeds", 1) for row in found)
+        about = [str(found[0]["examples"]), *([f"means over {seeds} seeds"] if seeds > 1 else []), *no_times(found)]
+        return table(head, body) + origin(found, *about)
 
-    return write
+    return lambda: "\n".join(map(one, pretrained_rows(task))) or NOT_YET
 
 
 def pretrained_summary() -> str:
-    """For each task: exact attention, the default, and the best of the paper's recipe and of Refined inside the allowed
-    cost."""
+    """For each task, on its first set of examples: exact attention, the default, and the best of the paper's recipe and
+    of Refined inside the allowed cost."""
     body, seen = [], list[Row]()
-    for task, (name, key, words, better, most) in PRETRAINED.items():
-        found = pretrained_rows(task)
+    for told in PRETRAINED:
+        found = next(iter(pretrained_rows(told.task)), [])
         if not found:
             continue
 
-        def cell(row: Row | None, key: str = key) -> str:
+        def cell(row: Row | None, told: Told = told) -> str:
             if row is None:
                 return "not measured"
             took = time_of(row)
-            return f"{row[key]:.4f} at {percent(row['cost_share'], row)}" + (f", {took}×" if took != "–" else "")
+            return f"{row[told.figure]:.4f} at {percent(row['cost_share'], row)}" + (f", {took}×" if took != "–" else "")
 
-        def best(kind: str, found: list[Row] = found, key: str = key, better: int = better, most: float = most) -> str:
+        def best(kind: str, found: list[Row] = found, told: Told = told) -> str:
             mine = [row for row in found if row["settings"]["method"] == kind]
-            if key == "kl":  # strict centroids are another question
-                mine = [row for row in mine if row["settings"].get("centroids_from", "block") == "block"]
-            inside = [row for row in mine if row["cost_share"] <= most] or mine[:1]
-            return cell(max(inside, key=lambda row: better * float(row[key]))) if inside else "–"
+            if told.source:
+                mine = [row for row in mine if row["settings"].get("centroids_from") == told.source]
+            inside = [row for row in mine if row["cost_share"] <= told.most] or mine[:1]
+            return cell(max(inside, key=lambda row: told.better * float(row[told.figure]))) if inside else "–"
 
         plain = {row["method"]: row for row in found}
-        exact = f"{plain['exact'][key]:.4f}" if "exact" in plain else "–"
-        body.append((name, words, exact, cell(plain.get("refined")), best("refined"), best("tuned"), best("improved")))
-        seen += found
+        exact = f"{plain['exact'][told.figure]:.4f}" if "exact" in plain else "–"
+        default = plain.get("refined:centroids_from=block" if told.source == "block" else "refined")
+        ours = cell(default), best("refined"), best("tuned")
+        body.append((told.name, told.words, exact, *ours, best("improved")))
+        seen += [row for row in found if row not in seen]
     if not body:
         return NOT_YET
     ours = ("`refined`, the default", "`refined`, its best inside the bar", "chosen by `tune`")

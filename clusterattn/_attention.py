@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Union, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from ._documents import Starts
     from ._options import AttentionOptions
+
+Answer = Union[Tensor, tuple[Any, ...]]  # out; or out with lse, state, as far as they were asked for
 
 DEFAULT = "auto"
 WORDS = {  # SDPA's, and what they are here
@@ -102,7 +104,7 @@ def attention(
     return_lse: bool = False,
     return_state: bool = False,
     **torchs: Any,
-) -> Any:
+) -> Answer:
     """Attention by clustering, called like SDPA.
 
     Args:
@@ -140,15 +142,34 @@ def attention(
     for word in torchs:
         raise bad_type("the words of ca.attention", f"{word}=", WORDS.get(word, "one of its arguments"))
     ordinary = partial(
-        _attention, method=method, key_mask=key_mask, key_lengths=key_lengths, query_mask=query_mask, causal=causal,
-        documents=documents, scale=scale, generator=generator, dropout_p=dropout_p, backend=backend, groups=groups,
-        state=state, points=points, attn_mask=attn_mask, return_lse=return_lse, return_state=return_state,
-    )  # fmt: skip
+        _attention,
+        method=method,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
+        query_mask=query_mask,
+        causal=causal,
+        documents=documents,
+        scale=scale,
+        generator=generator,
+        dropout_p=dropout_p,
+        backend=backend,
+        groups=groups,
+        state=state,
+        points=points,
+        attn_mask=attn_mask,
+        return_lse=return_lse,
+        return_state=return_state,
+    )
     if (
-        torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is Tensor or type(seed) is not int
-        or not isinstance(method, (str, Method)) or return_state or dropout_p or documents is not None
+        torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or type(seed) is not int
+        or not isinstance(method, (str, Method))
+        or return_state
+        or dropout_p
+        or documents is not None
         or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
-    ):  # fmt: skip
+    ):
         return ordinary(q, k, v, seed)
     kind = known(q, k, v, method, causal, scale, backend, return_lse)
     if kind is None:
@@ -163,11 +184,28 @@ def attention(
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, seed: int | Tensor, *, method: MethodSpec, key_mask: Tensor | None,
-    key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool, documents: Any, scale: float | None,
-    generator: torch.Generator | None, dropout_p: float, backend: str, groups: Groups, state: Any,
-    points: Tensor | None, attn_mask: Tensor | None, return_lse: bool, return_state: bool,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seed: int | Tensor,
+    *,
+    method: MethodSpec,
+    key_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_mask: Tensor | None,
+    causal: bool,
+    documents: Any,
+    scale: float | None,
+    generator: torch.Generator | None,
+    dropout_p: float,
+    backend: str,
+    groups: Groups,
+    state: Any,
+    points: Tensor | None,
+    attn_mask: Tensor | None,
+    return_lse: bool,
+    return_state: bool,
+) -> Answer:
     """The call as it is made for the first time: nothing is known of it."""
     recipe = as_method(method)
     q, k, v = cast(q, k, v)
@@ -183,7 +221,8 @@ def _attention(
         call = with_extras(call, recipe, q, k, None, dropout_p, state, return_lse, False)
         nothing: dict[str, Any] = dict.fromkeys(("key_lengths", "generator", "groups", "attn_mask", "documents"))
         alone = partial(_attention, return_state=False, **nothing)  # lengths seldom come again: no call is replayed
-        return of_rows(alone, recipe, q, k, v, documents, query_mask, bool(causal), backend, call)
+        whole: Answer = of_rows(alone, recipe, q, k, v, documents, query_mask, bool(causal), backend, call)
+        return whole
     recipe = filled(recipe, q, k, v, causal, only_choice(attn_mask, dropout_p, groups))
     given = key_mask, key_lengths, query_mask, causal, scale, generator, seed, backend, points
     call = checked_call(recipe, q, k, v, *given)
@@ -316,6 +355,6 @@ def _finish(answer: Attended, dtype: torch.dtype, queries: Tensor | None) -> Att
     )
 
 
-def _pack(answer: Attended, state: Any, lse: bool, keep_state: bool) -> Any:
+def _pack(answer: Attended, state: Any, lse: bool, keep_state: bool) -> Answer:
     returned = (answer.out, *([answer.lse] if lse else []), *([state] if keep_state else []))
     return returned if len(returned) > 1 else returned[0]

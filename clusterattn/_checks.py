@@ -74,10 +74,20 @@ def filled(recipe: Method, q: Tensor, k: Tensor, v: Tensor, causal: bool, only: 
 
 
 def checked_call(
-    recipe: Method, q: Tensor, k: Tensor, v: Tensor,
-    key_mask: Tensor | None, key_lengths: Tensor | None, query_mask: Tensor | None, causal: bool,
-    scale: float | None, generator: torch.Generator | None, seed: int | Tensor, backend: str, points: Tensor | None,
-) -> Call:  # fmt: skip
+    recipe: Method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    query_mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    generator: torch.Generator | None,
+    seed: int | Tensor,
+    backend: str,
+    points: Tensor | None,
+) -> Call:
     (b, h, n, d), (bk, hk, m, dk), (bv, hv, mv, _) = q.shape, k.shape, v.shape
     if not (b == bk == bv and hk == hv and m == mv and d == dk):
         raise bad_value(
@@ -114,8 +124,11 @@ def checked_call(
             raise bad_type("generator a torch.Generator", type(generator).__name__, "seed= for a number")
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     _check_seed(seed, q.device)
-    if scale is not None and not abs(scale) < math.inf:  # NaN is not, either
-        raise bad_value("scale a finite number", f"scale={scale}", "leaving it out: 1/sqrt(d)")
+    if scale is not None:
+        if not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+            raise bad_type("scale a number", type(scale).__name__, "float(scale), or leaving it out: 1/sqrt(d)")
+        if not abs(scale) < math.inf:  # NaN is not, either
+            raise bad_value("scale a finite number", f"scale={scale}", "leaving it out: 1/sqrt(d)")
     if points is not None and (points.dim() != 3 or tuple(points.shape[:2]) != (b, n)):
         raise bad_value(f"points ({b} {n} x)", tuple(points.shape), "the hidden states before the heads are split")
     mask = Mask(n, m, key_mask, query_mask, bool(causal))

@@ -188,9 +188,13 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    method: MethodSpec | Plan | None, model: Any, host: str, names: Sequence[str], exact_below: int | None,
+    method: MethodSpec | Plan | None,
+    model: Any,
+    host: str,
+    names: Sequence[str],
+    exact_below: int | None,
     usual: tuple[MethodSpec | None, int] = (None, 0),
-) -> Chosen:  # fmt: skip
+) -> Chosen:
     """A method for all layers of these names, or a plan's methods for those that it names.
 
     Args:

@@ -56,20 +56,37 @@ def forget() -> None:
 def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
     """What is known of calls like this one; None for one that takes the ordinary way."""
     if (
-        not _on or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        not _on
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         or not (_dense(q) and _dense(k) and _dense(v))
-    ):  # fmt: skip
+    ):
         return None
     device, dtype, cuda = q.device, q.dtype, q.is_cuda
     if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
     key = (
-        settings, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype, device,
-        k.device, v.device, grad, 0 if cuda else torch.get_num_threads(), times_kept(),
-    )  # fmt: skip
+        settings,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        dtype,
+        k.dtype,
+        v.dtype,
+        device,
+        k.device,
+        v.device,
+        grad,
+        0 if cuda else torch.get_num_threads(),
+        times_kept(),
+    )
     found = _known.get(key)
     if found is None:
         if len(_known) >= MOST:
@@ -107,11 +124,13 @@ class Known:
         self._refused = isinstance(recipe, Exact) or not self._by_kernels or 0 in q.shape or 0 in k.shape
         if isinstance(recipe, Exact) and not lse and (not causal or q.shape[2] == k.shape[2]) and 0 not in k.shape:
             self._exact = partial(
-                F.scaled_dot_product_attention, is_causal=bool(causal), scale=scale,
+                F.scaled_dot_product_attention,
+                is_causal=bool(causal),
+                scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
+            )
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Any:
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor | tuple[Tensor, ...] | None:
         """The answer of a call like those before; None where it must be an ordinary one."""
         if self._exact is not None:
             return self._exact(q, k, v)
@@ -174,9 +193,13 @@ class Known:
             return self._both(inputs, seed, wanted, given, None)
 
     def _both(
-        self, inputs: Sequence[Tensor], seed: int, wanted: Sequence[bool], given: Sequence[Tensor | None],
+        self,
+        inputs: Sequence[Tensor],
+        seed: int,
+        wanted: Sequence[bool],
+        given: Sequence[Tensor | None],
         recorder: Any,
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         from .ops._tape import Tape
 
         assert self.ordinary is not None
@@ -195,9 +218,11 @@ class Known:
                         recorder.add_input(x)
             asked = [(x, each) for x, each in zip(found, given, strict=True) if each is not None]
             targets = [x for x, want in zip(leaves, wanted, strict=True) if want]
-            got = iter(torch.autograd.grad(
-                [x for x, _ in asked], targets, [each for _, each in asked], create_graph=again, allow_unused=True
-            ))  # fmt: skip
+            got = iter(
+                torch.autograd.grad(
+                    [x for x, _ in asked], targets, [each for _, each in asked], create_graph=again, allow_unused=True
+                )
+            )
             answers = [next(got) if want else None for want in wanted]
             if recorder is not None:
                 gradients = [recorder.where(x) for x in answers if x is not None]

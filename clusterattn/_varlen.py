@@ -76,9 +76,20 @@ def varlen_attention(
     if points is not None:
         points = points.unsqueeze(0)
     answer = attention(
-        q, k, v, method=method, documents=starts, causal=causal, scale=scale, generator=generator, seed=seed,
-        backend=backend, state=state, points=points, return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        method=method,
+        documents=starts,
+        causal=causal,
+        scale=scale,
+        generator=generator,
+        seed=seed,
+        backend=backend,
+        state=state,
+        points=points,
+        return_lse=return_lse,
+    )
     if return_lse:
         return answer[0].squeeze(0).transpose(0, 1), answer[1].squeeze(0)
     return answer.squeeze(0).transpose(0, 1)
@@ -105,16 +116,37 @@ def _check_longest(documents: Documents, *most: int | None) -> None:
 
 
 def _answer(
-    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, query_mask: Optional[Tensor],
-    key_mask: Optional[Tensor], held_seed: Optional[Tensor], starts: bool, method: str, causal: bool, scale: float,
-    seed: int, backend: str, lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    query_mask: Optional[Tensor],
+    key_mask: Optional[Tensor],
+    held_seed: Optional[Tensor],
+    starts: bool,
+    method: str,
+    causal: bool,
+    scale: float,
+    seed: int,
+    backend: str,
+    lse: bool,
+) -> tuple[Tensor, Tensor]:
     """``attention`` with documents as one operator: lengths are known when it runs, not when it is compiled."""
     answer = attention(
-        q, k, v, method=method, documents=Starts(queries, keys) if starts else (queries, keys), query_mask=query_mask,
-        key_mask=key_mask, causal=causal, scale=scale, seed=seed if held_seed is None else held_seed, backend=backend,
+        q,
+        k,
+        v,
+        method=method,
+        documents=Starts(queries, keys) if starts else (queries, keys),
+        query_mask=query_mask,
+        key_mask=key_mask,
+        causal=causal,
+        scale=scale,
+        seed=seed if held_seed is None else held_seed,
+        backend=backend,
         return_lse=lse,
-    )  # fmt: skip
+    )
     out, weight = answer if lse else (answer, _no_weight(q))
     return out.contiguous(), weight.contiguous()
 
@@ -138,10 +170,24 @@ _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_lo
 
 @op("by_document_backward")
 def _backward(
-    d_out: Optional[Tensor], d_lse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor,
-    query_mask: Optional[Tensor], key_mask: Optional[Tensor], held_seed: Optional[Tensor], starts: bool, method: str,
-    causal: bool, scale: float, seed: int, backend: str, lse: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_out: Optional[Tensor],
+    d_lse: Optional[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    query_mask: Optional[Tensor],
+    key_mask: Optional[Tensor],
+    held_seed: Optional[Tensor],
+    starts: bool,
+    method: str,
+    causal: bool,
+    scale: float,
+    seed: int,
+    backend: str,
+    lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The forward once more, recorded, and its gradients: what lies between is of shapes that no graph knows."""
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
         q, k, v = leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))

@@ -188,9 +188,15 @@ def look(
 def _labels(call: LayerCall, method: Method, seed: int) -> Tensor:
     """(b h n) the cluster of every query, -1 for padding."""
     found = groups(
-        call.q, call.k, call.v, method=method, key_mask=call.key_mask, query_mask=call.query_mask, scale=call.scale,
+        call.q,
+        call.k,
+        call.v,
+        method=method,
+        key_mask=call.key_mask,
+        query_mask=call.query_mask,
+        scale=call.scale,
         seed=seed,
-    )  # fmt: skip
+    )
     assert isinstance(found, Clusters)
     labels = found.labels.cpu()
     real = call.query_mask if call.query_mask is not None else call.key_mask

@@ -103,12 +103,12 @@ def show_experiments(found: Mapping[str, Experiment]) -> None:
 
 
 def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
-    from .reproduce.page import cautions, config_of, differences
+    from .reproduce.page import cautions, shown
 
-    rich, config = console(), config_of(experiment, scale)
+    rich, read = console(), shown(experiment, scale, rows)
     for line in cautions(experiment, scale, rows):
         rich.print(f"[yellow]{literal(line)}[/]", highlight=False)
-    for each in experiment.tables(rows, config):
+    for each in read.tables:
         table = _titled(each.title)
         for at, title in enumerate(each.columns):
             table.add_column(literal(title), justify="right" if at else "left")
@@ -118,9 +118,9 @@ def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], wri
         for note in each.notes:
             rich.print(f"[dim]{literal(note)}[/]", highlight=False)
     rich.print("[dim]the paper | ours[/]")
-    for line in experiment.findings(rows, config):
+    for line in read.findings:
         rich.print(f"• {literal(line)}", highlight=False)
-    for line in differences(experiment, scale):
+    for line in read.differences:
         rich.print(f"[dim]• {literal(line)}[/]", highlight=False)
     show_written(written)
 

@@ -280,9 +280,18 @@ def warm_up(
         for each in distinct([method_of(one) for one in method or ("auto",)]):
             for n in lengths_of(lengths):
                 taken = warm(
-                    n, method=each, batch=batch, heads=heads, key_heads=key_heads, dim=dim, dtype=dtype_of(dtype),
-                    device=device_of(device), causal=causal, masked=masked, backward=backward,
-                )  # fmt: skip
+                    n,
+                    method=each,
+                    batch=batch,
+                    heads=heads,
+                    key_heads=key_heads,
+                    dim=dim,
+                    dtype=dtype_of(dtype),
+                    device=device_of(device),
+                    causal=causal,
+                    masked=masked,
+                    backward=backward,
+                )
                 print(f"{each}, {n} tokens: {taken[n]:.1f} s")
 
 

@@ -40,7 +40,15 @@ def answer(stamp: Stamp, call: LayerCall, obstacle: str) -> Tensor:
         raise bad_value("a call that ranks can share", f"{stamp.name}: {obstacle}", ADVICE)
     assert isinstance(stamp.method, Method)
     out: Tensor = parallel.attention(
-        call.q, call.k, call.v, method=stamp.method, group=stamp.parallel, key_mask=call.key_mask,
-        query_mask=call.query_mask, causal=call.causal, scale=call.scale, seed=call.seed,
-    )  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        method=stamp.method,
+        group=stamp.parallel,
+        key_mask=call.key_mask,
+        query_mask=call.query_mask,
+        causal=call.causal,
+        scale=call.scale,
+        seed=call.seed,
+    )
     return out

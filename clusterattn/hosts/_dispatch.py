@@ -67,10 +67,18 @@ class DiffusersBackend:
     served: CallCounts = field(default_factory=CallCounts)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
         _parallel_config: Any = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """(b n h d), (b m hk d), (b m hk e) -> (b n h e). The names are diffusers', which passes what it finds here."""
         given = DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse)
         if _parallel_config is None:
@@ -79,16 +87,33 @@ class DiffusersBackend:
         if method is not None:
             self.served.note(text(method))
             whole: Answer = over_ring(
-                query, key, value, method, scale, return_lse, self.exact_rows, self.joint,
+                query,
+                key,
+                value,
+                method,
+                scale,
+                return_lse,
+                self.exact_rows,
+                self.joint,
                 _parallel_config.context_parallel_config,
-            )  # fmt: skip
+            )
             return whole
         from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
         parts: Answer = _templated_context_parallel_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
-            forward_op=self._forward, backward_op=self._backward, _parallel_config=_parallel_config,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            return_lse,
+            forward_op=self._forward,
+            backward_op=self._backward,
+            _parallel_config=_parallel_config,
+        )
         return parts
 
     # ------------------------------------------------------------------ one call
@@ -187,10 +212,20 @@ class DiffusersBackend:
     # ------------------------------------------------------------------ a part of a call
 
     def _forward(
-        self, ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-        return_lse: bool = False, _save_ctx: bool = True, _parallel_config: Any = None,
-    ) -> Answer:  # fmt: skip
+        self,
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _save_ctx: bool = True,
+        _parallel_config: Any = None,
+    ) -> Answer:
         """All tokens for some heads (Ulysses), or some queries and some keys for all heads (ring)."""
         given, parallel = DispatchOptions(attn_mask, dropout_p, is_causal, scale, return_lse), _parallel_config
         if _save_ctx:
@@ -199,9 +234,15 @@ class DiffusersBackend:
         return self.attend(query, key, value, given, parallel.context_parallel_config)
 
     def _backward(
-        self, ctx: Any, grad_out: Tensor, query: Tensor | None = None, key: Tensor | None = None,
-        value: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        ctx: Any,
+        grad_out: Tensor,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """The part is answered again (draws go by a seed: the same answer). Around a ring it was weighed by
         ``exp(lse_part - lse)``, which has a gradient too."""
         if query is None or key is None or value is None:
@@ -242,12 +283,23 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, given: DispatchOptions) -> Answer:
         mask = mask[:, None, None]
     if not given.lse:
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=given.dropout,
-            is_causal=given.causal, scale=given.scale, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=given.dropout,
+            is_causal=given.causal,
+            scale=given.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
         return out.transpose(1, 2)
     out, lse = attention(
-        *(heads_first(x) for x in (q, k, v)), method=Exact(), attn_mask=mask, dropout_p=given.dropout,
-        causal=given.causal, scale=given.scale, return_lse=True,
-    )  # fmt: skip
+        *(heads_first(x) for x in (q, k, v)),
+        method=Exact(),
+        attn_mask=mask,
+        dropout_p=given.dropout,
+        causal=given.causal,
+        scale=given.scale,
+        return_lse=True,
+    )
     return out.transpose(1, 2), lse.transpose(1, 2)

@@ -46,9 +46,16 @@ def layout(n: int, exact_rows: int, joint: bool, parallel: Any, device: torch.de
 
 
 def over_ring(
-    q: Tensor, k: Tensor, v: Tensor, method: Method, scale: float | None, lse: bool, exact_rows: int, joint: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: Method,
+    scale: float | None,
+    lse: bool,
+    exact_rows: int,
+    joint: bool,
     parallel: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """(b n h d) of this rank's share -> (b n h e), and the log-weight (b n h) if it is asked for: as one device that
     holds everything would answer, by ``clusterattn.parallel``. Conditioning rows are answered exactly."""
     from ..parallel import attention, few_exactly

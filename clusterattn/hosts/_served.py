@@ -86,9 +86,15 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def answer(
-    q: Tensor, k: Tensor, v: Tensor, method: LayerPlan, *, key_mask: Tensor | None = None, causal: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: LayerPlan,
+    *,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
     scale: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(b n h d) in, (b n h e) out: by one method, or by one for each head."""
     call = LayerCall(heads_first(q), heads_first(k), heads_first(v), key_mask, None, causal, scale, method)
     return call.answer().transpose(1, 2)

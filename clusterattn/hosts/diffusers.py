@@ -221,9 +221,14 @@ def _see(steps: Steps, model: nn.Module, given: tuple[Any, ...], named: dict[str
 
 
 def _backend(
-    method: LayerPlan, min_length: int, exact_rows: int, joint: bool, cross: bool, steps: Steps | None,
+    method: LayerPlan,
+    min_length: int,
+    exact_rows: int,
+    joint: bool,
+    cross: bool,
+    steps: Steps | None,
     served: CallCounts,
-) -> DiffusersBackend:  # fmt: skip
+) -> DiffusersBackend:
     check_exact_below(min_length)
     if isinstance(exact_rows, bool) or not isinstance(exact_rows, int):
         raise bad_value("exact_rows a whole number, negative for the last rows", repr(exact_rows), "exact_rows=512")

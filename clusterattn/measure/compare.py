@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,8 +136,7 @@ def compare(
     tick: Tick | None = None,
 ) -> Comparison:
     """Measure. Who can not answer here is listed with the reason, the others become rows, exact first."""
-    device, (b, h, n, m, d, e) = sample.q.device, sample.shape
-    at = cost.Shape(n, m, d, e, causal, h // sample.k.shape[1])
+    device, call = sample.q.device, masks(sample, causal, seed)
     points, skipped = _points(sample, methods, causal, sweep)
     asked = [label for label, (_, factor) in points.items() if factor == 1]
     steps = len(points) + len(asked) + len(points) * repetitions
@@ -145,35 +145,24 @@ def compare(
         if tick is not None:
             tick(label, steps)
 
-    call = masks(sample, causal, seed)
     truth = exact_answer(sample.q, sample.k, sample.v, key_mask=sample.key_mask, causal=causal)
     laid_out, notes = _laid_out(sample)
-    runs: dict[str, Callable[[], object]] = {}
+    runs = {label: partial(_answer, sample, method, call) for label, (method, _) in points.items()}
     errors: dict[str, Tensor] = {}
     rows: dict[str, Row] = {}
     for label, (method, factor) in points.items():
         tell(label)
-
-        def run(method: Method = method) -> object:
-            with torch.no_grad():
-                return attention(sample.q, sample.k, sample.v, method=method, **call)
-
-        out = run()
-        assert isinstance(out, Tensor)
+        out = runs[label]()
         errors[label] = head_errors(out, truth, sample.query_mask)
+        row_errors = [_row_l1(sample.batch_element(at), method, causal, seed) for at in laid_out if factor == 1]
         rows[label] = {
             "theme": "compare",
             "method": label,
-            "name": method.name,
-            "settings": method.at(n, m, d, e, causal=causal).to_dict(),
+            **_settings(sample, method, causal),
             "budget": factor,
             "error": relative_error(out, truth, sample.query_mask),
-            "row_l1": _mean([_row_l1(sample.batch_element(at), method, causal, seed) for at in laid_out])
-            if factor == 1
-            else None,
-            "cost_share": cost.share(method, at),
+            "row_l1": _mean(row_errors),
         }
-        runs[label] = run
     for label in asked:
         tell(label)
         rows[label]["memory_bytes"] = peak_memory(runs[label], device)
@@ -186,23 +175,14 @@ def compare(
         seconds=seconds,
         progress=lambda: tell(next(waiting)),
     )
-
-    where = {
-        **dict(zip("bhnmde", (b, h, n, m, d, e), strict=True)),
-        "dtype": str(sample.q.dtype).removeprefix("torch."),
-        "device": device.type,
-        "causal": causal,
-        "seed": seed,
-        "source": sample.source,
-        "environment": environment(device),
-    }
+    around = environment(device)
     for label, row in rows.items():
         row["seconds"] = min(taken[label])
         row["repetitions"] = len(taken[label])
         row["speedup"] = min(taken["exact"]) / row["seconds"]
         row.setdefault("memory_bytes", None)
         row["memory_share"] = row["memory_bytes"] / max(rows["exact"]["memory_bytes"], 1) if label in asked else None
-        row.update(where)
+        row.update(_where(sample), causal=causal, seed=seed, source=sample.source, environment=around)
     return Comparison(
         sample=sample,
         rows=[rows[label] for label in asked],
@@ -214,6 +194,26 @@ def compare(
         seed=seed,
         notes=notes,
     )
+
+
+def _answer(sample: Sample, method: Method, call: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        out = attention(sample.q, sample.k, sample.v, method=method, **call)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _settings(sample: Sample, method: Method, causal: bool) -> Row:
+    """What a method is here, and what it costs."""
+    _, h, n, m, d, e = sample.shape
+    at = cost.Shape(n, m, d, e, causal, h // sample.k.shape[1])
+    filled = method.at(n, m, d, e, causal=causal)
+    return {"name": method.name, "settings": filled.to_dict(), "cost_share": cost.share(method, at)}
+
+
+def _where(sample: Sample) -> Row:
+    dtype = str(sample.q.dtype).removeprefix("torch.")
+    return {**dict(zip("bhnmde", sample.shape, strict=True)), "dtype": dtype, "device": sample.q.device.type}
 
 
 def _points(

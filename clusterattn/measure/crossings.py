@@ -54,9 +54,14 @@ def crossings(
             around = environment(where)
             source = f"measured at {short} and {long} tokens, {heads} heads of {dim}, {around['date']}, {commit()}"
             entries.append(
-                {"device": place(where, torch.get_num_threads()), "dtypes": [str(dtype).removeprefix("torch.")],
-                 "causal": causal, "passes": passes, "source": source}
-            )  # fmt: skip
+                {
+                    "device": place(where, torch.get_num_threads()),
+                    "dtypes": [str(dtype).removeprefix("torch.")],
+                    "causal": causal,
+                    "passes": passes,
+                    "source": source,
+                }
+            )
     return entries
 
 

@@ -75,8 +75,15 @@ def short(label: str) -> str:
     if name.startswith("lsh"):
         name = name.replace("lsh", named(name), 1)
     pairs = [each.partition("=") for each in settings.split(",") if each]
-    words = [f"{value} {key.removesuffix('s') if value == '1' else key}" for key, _, value in pairs]
+    words = [_setting(key, value) for key, _, value in pairs]
     return f"{name} ({', '.join(words)})" if words else name
+
+
+def _setting(key: str, value: str) -> str:
+    """32 clusters, 1 part; slope, no slope."""
+    if value in ("True", "False"):
+        return key if value == "True" else f"no {key}"
+    return f"{value} {key.removesuffix('s') if value == '1' else key}"
 
 
 def pareto(rows: Sequence[Row], swept: Sequence[Row]) -> bytes:

@@ -150,9 +150,15 @@ def against_length(rows: Sequence[Row], pays_from: int | None) -> bytes:
             words = f"pays from {spaced(pays_from)}"
             past = pays_from > (lengths[0] * lengths[-1]) ** 0.5  # write towards the middle
             axis.annotate(
-                words, (pays_from, 0.03), xycoords=("data", "axes fraction"), xytext=(-5 if past else 5, 0),
-                textcoords="offset points", ha="right" if past else "left", size=9, color="#555555",
-            )  # fmt: skip
+                words,
+                (pays_from, 0.03),
+                xycoords=("data", "axes fraction"),
+                xytext=(-5 if past else 5, 0),
+                textcoords="offset points",
+                ha="right" if past else "left",
+                size=9,
+                color="#555555",
+            )
         axis.set(xscale="log", yscale="log", xlabel="length N (tokens)", ylabel="time of a call (s)")
         axis.set_xticks(lengths, [spaced(n) for n in lengths], rotation=30)
         axis.minorticks_off()

@@ -2,15 +2,17 @@
 
 A *ladder* is a list of sizes, each rung dearer and closer to exact attention than the one before; a *budget* is the
 share of exact attention's multiply-adds, grouping included, that a call may take. Sizes that a method leaves open are
-those of the dearest rung inside its budget whose grouping takes no more than a third of the work; or, where it names no
-budget, the usual ones for the length. Lengths count in steps (512, 768, 1 024, 1 536, ...), so that sizes are step
-functions and a compiled graph serves a range of lengths; shares only fall as a length grows inside its step.
+those of the dearest rung inside its budget whose grouping takes no more than a third of the work, with fewer parts or
+clusters where that needs it; or, where it names no budget, the usual ones for the length. Lengths count in steps (512,
+768, 1 024, 1 536, ...), so that sizes are step functions and a compiled graph serves a range of lengths; shares only
+fall as a length grows inside its step.
 
 Where the rungs come from (docs/pretrained.md and docs/what-did-not-work.md have the figures):
 
 SHORT    below 2 048 attention of text and speech is sharp: near keys beat far parts and the slope at equal cost. Rungs
          are (a cluster for so many queries, near keys): MiniLM-L6 at 512, Whisper's encoder at 1 500, and the embedded
-         sample. k-means takes three steps from far-apart starts, on half of the queries, along d/4 directions
+         sample. k-means takes three steps from far-apart starts, on half of the queries, along d/4 directions,
+         32 at most
 LONG     from 2 048 on it is diffuse: as many parts and near keys as clusters, and the slope. TabPFN v1 at 4 000, 8 192
          (the long sample: of 60 settings at 7 %, and of 40 at 15 % on its first 4 000 rows, 64 / 64 / 64 is the best),
          10 000 and 60 000 rows (of 12 settings at 1 to 1.6 %, four seeds each, 256 / 32 / 64 keeps the accuracy best)
@@ -58,6 +60,7 @@ class Shape:
 
 
 DIFFUSE = 2048  # from so many keys on
+FROM = 1024  # queries and keys: from there on the grouping takes at most a third of the work
 
 SHORT = (
     (64, 8),
@@ -151,12 +154,20 @@ def step(length: int) -> int:
     return size + size // 2 if size + size // 2 <= length else size
 
 
-def step_up(length: int) -> int:
-    """The smallest at or above."""
-    size = 1
-    while size < length:
-        size *= 2
-    return size // 4 * 3 if size // 4 * 3 >= length else size
+def step_end(size: int) -> int:
+    """The last length that has this step."""
+    return max(size * 4 // 3 if size % 3 == 0 else size * 3 // 2, 2) - 1
+
+
+def whole(size: int) -> int:
+    """A size as the number it is. By comparisons as well: they hold a graph to it."""
+    found, bit = 0, 1
+    while bit <= size:
+        bit *= 2
+    while bit > 1:
+        bit //= 2
+        found += bit if found + bit <= size else 0
+    return found
 
 
 def block(n: int, clusters: int) -> int:
@@ -167,9 +178,8 @@ def block(n: int, clusters: int) -> int:
 
 
 def stepped(shape: Shape) -> Shape:
-    """In steps: lengths down, dimensions up, so that no share is larger than it seems."""
-    n, m, d, e = step(shape.n), step(shape.m), step_up(shape.d), step_up(shape.e)
-    return Shape(n, m, d, e, shape.causal, step(shape.group))
+    """Lengths in steps, downwards, so that no share is larger than it seems; the rest is a model's own."""
+    return Shape(step(shape.n), step(shape.m), whole(shape.d), whole(shape.e), shape.causal, step(shape.group))
 
 
 def fill(method: Refined, shape: Shape) -> Refined:
@@ -205,18 +215,29 @@ def _filled(method: Refined, at: Shape) -> Refined:
 
 
 def _sensible(method: Refined, rung: Rung, at: Shape) -> Refined:
-    """With as many of the rung's parts as leave the grouping a third of the work: few queries repay fewer."""
-    for less in range(6):
-        filled = _with(method, {**rung, "parts": max(rung["parts"] >> less, 1)}, at)
-        if _is_sensible(filled, at):
-            break
-    return filled
+    """With as many of the rung's clusters and parts as leave the grouping a third of the work: few queries repay fewer
+    parts, few keys fewer clusters."""
+    halvings = rung["clusters"].bit_length() if min(at.n, at.m) >= FROM and method.clusters is None else 1
+    for fewer in range(halvings):
+        for less in range(6):
+            clusters, parts = max(rung["clusters"] >> fewer, 1), max(rung["parts"] >> less, 1)
+            filled = _with(method, {**rung, "clusters": clusters, "parts": parts}, at)
+            if _is_sensible(filled, at):
+                return filled
+    return _with(method, {**rung, "parts": parts}, at)
 
 
 def _is_sensible(method: Refined, at: Shape) -> bool:
-    sizes = at.n, at.m, at.d, at.e
-    grouping = method.grouping_cost(*sizes, causal=at.causal, group=at.group)
-    return 3 * grouping <= method.cost(*sizes, causal=at.causal, group=at.group)
+    """At the first lengths of the step and, from FROM on, at the last ones. (Where n and m differ inside one step, the
+    grouping may take up to 0.36 of the work: sizes do not see that.)"""
+    ends = [(at.n, at.m)]
+    if min(at.n, at.m) >= FROM:
+        ends.append((step_end(at.n), step_end(at.m)))
+        ends += [(at.n, step_end(at.m)), (step_end(at.n), at.m)] if at.n != at.m else []
+    how = {"causal": at.causal, "group": at.group}
+    return all(
+        3 * method.grouping_cost(*end, at.d, at.e, **how) <= method.cost(*end, at.d, at.e, **how) for end in ends
+    )
 
 
 def usual(at: Shape) -> Rung:
@@ -265,7 +286,7 @@ def _with(method: Refined, rung: Rung, at: Shape) -> Refined:
             sample = max(min(at.n, at.m) // 2, sizes["clusters"])
         elif not at.causal:
             sample = min(max(16 * max(sizes["clusters"], sizes["parts"]), 256), max(at.n, at.m) // 8)
-        rank = min(at.d, 16 if at.causal else max(at.d // 4, 8))  # every block finds its own directions
+        rank = min(at.d, 16 if at.causal else min(max(at.d // 4, 8), 32))  # every block finds its own directions
         sizes |= {"steps": 2 if long else 3, "sample": method.sample or sample}
         sizes |= {"rank": method.rank or (at.d if long else rank)} if method.metric == "keys" else {}
     if method.start is None:

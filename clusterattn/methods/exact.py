@@ -95,9 +95,14 @@ def packs(q: Tensor, v: Tensor, dropout_p: float) -> bool:
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    causal: bool,
     scale: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Documents one behind the other, q (h tokens d); in a causal call each has as many queries as keys."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 

@@ -81,12 +81,21 @@ class Improved(Clustered):
         self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
     ) -> Attended:
         answer: Attended = call.ops.near_and_far(
-            q, groups.means, k, v, groups.labels, call.mask, call.scale,
-            top=self.top, mass=self.mass, detach_mass=self.detach_mass,
+            q,
+            groups.means,
+            k,
+            v,
+            groups.labels,
+            call.mask,
+            call.scale,
+            top=self.top,
+            mass=self.mass,
+            detach_mass=self.detach_mass,
             parts=groups.parts if call.fresh or groups.parts is None else self._sorted(groups.parts, k, call),
-            shares=call.ops.shares(groups.counts, reach[0], q) if self.slope else None, blocks=reach,
+            shares=call.ops.shares(groups.counts, reach[0], q) if self.slope else None,
+            blocks=reach,
             members=groups.members,
-        )  # fmt: skip
+        )
         return answer
 
     def _sorted(self, parts: Parts, k: Tensor, call: Call) -> Parts:

@@ -265,9 +265,15 @@ class MultiheadAttention(nn.Module):
         return Exact()
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, method: Method | None = None, need_weights: bool = False,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        method: Method | None = None,
+        need_weights: bool = False,
         **options: Any,
-    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Any]:
         """Batch first, with the options of ``ca.attention`` (masks: True = kept): answer, weights, state.
 
         Args:

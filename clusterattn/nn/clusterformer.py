@@ -176,9 +176,16 @@ class ClusterFormerEncoder(NeuralClusters, nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, heads: int, layers: int, clusters: int, *, norm_first: bool = True,
-        final_norm: bool | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        heads: int,
+        layers: int,
+        clusters: int,
+        *,
+        norm_first: bool = True,
+        final_norm: bool | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         check_whole("ClusterFormerEncoder", layers=layers, clusters=clusters)
         names = {field.name for field in dataclasses.fields(ClusterFormer)} & options.keys()

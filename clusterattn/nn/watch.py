@@ -72,9 +72,12 @@ def watched(model: nn.Module) -> Iterator[list[Grouping]]:
                 latest["points"] = points.detach()
 
             def look(
-                module: nn.Module, _: Any, answer: tuple[Tensor, ClusterFormerState], name: str = name,
+                module: nn.Module,
+                _: Any,
+                answer: tuple[Tensor, ClusterFormerState],
+                name: str = name,
                 latest: dict[str, Tensor] = latest,
-            ) -> None:  # fmt: skip
+            ) -> None:
                 seen.append(_grouping(name, latest.pop("points"), answer[1], module.attention.method))  # type: ignore[union-attr, arg-type]
 
             hooks += [layer.cluster_proj.register_forward_hook(keep), layer.register_forward_hook(look)]

@@ -36,9 +36,16 @@ def to_torch(ours: MultiheadAttention) -> nn.MultiheadAttention:
         raise bad_value(wanted, got, "a module without shared_qk or kv_heads")
     weight, bias = ours.out_proj.weight, ours.out_proj.bias is not None
     theirs = nn.MultiheadAttention(
-        ours.embed_dim, ours.num_heads, dropout=ours.dropout.p, bias=bias, kdim=ours.k_proj.in_features,
-        vdim=ours.v_proj.in_features, batch_first=ours.batch_first, device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
+        ours.embed_dim,
+        ours.num_heads,
+        dropout=ours.dropout.p,
+        bias=bias,
+        kdim=ours.k_proj.in_features,
+        vdim=ours.v_proj.in_features,
+        batch_first=ours.batch_first,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
     inward = (ours.q_proj, ours.k_proj, ours.v_proj)
     stacked: Tensor | None = theirs.in_proj_weight  # None where kdim or vdim differ
     with torch.no_grad():

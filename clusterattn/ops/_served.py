@@ -43,7 +43,7 @@ def _coarse(c: Tensor, *rest: Any) -> tuple[Any, Tensor]:
     """Kernels leave a bit mask of the near keys for backward; the reference needs none."""
     from .coarse import reference
 
-    return reference.forward(c, *rest), c.new_empty((*c.shape[:3], 0), dtype=torch.int32)
+    return reference.forward(c, *rest), c.new_empty((*c.shape[:2], 0, c.shape[2]), dtype=torch.int32)
 
 
 def _coarse_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,9 +45,16 @@ def attend(
 
 
 def coarse(
-    c: Tensor, k: Tensor, v: Tensor, groups: Clusters, top: int, tangent: bool, shares: Tensor | None, ranks: Ranks,
+    c: Tensor,
+    k: Tensor,
+    v: Tensor,
+    groups: Clusters,
+    top: int,
+    tangent: bool,
+    shares: Tensor | None,
+    ranks: Ranks,
     call: Call,
-) -> tuple[Coarse, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Coarse, Tensor, Tensor]:
     """As ops.coarse over the keys of all ranks, and the near keys and values (b h (c t) d), (b h (c t) e), to which
     ``near_at`` points."""
     (b, h, rows, d), e = c.shape, v.shape[3]
@@ -84,9 +91,15 @@ def _chosen(scores: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _far(
-    own: Coarse, pairs: Tensor, scores: Tensor, left: Tensor, near_at: Tensor, groups: Clusters, tangent: bool,
+    own: Coarse,
+    pairs: Tensor,
+    scores: Tensor,
+    left: Tensor,
+    near_at: Tensor,
+    groups: Clusters,
+    tangent: bool,
     ranks: Ranks,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean value, mean key and log-weight of every far part over all ranks: own parts, with the proposals that were not
     chosen back in theirs."""
     e, d = own.out.shape[-1], pairs.shape[-1] - own.out.shape[-1]
@@ -112,9 +125,17 @@ def _far(
 
 
 def _slope(
-    c: Tensor, k: Tensor, v: Tensor, near_at: Tensor, shares: Tensor, out: Tensor, mean_key: Tensor, lse: Tensor,
-    ranks: Ranks, call: Call,
-) -> Tensor:  # fmt: skip
+    c: Tensor,
+    k: Tensor,
+    v: Tensor,
+    near_at: Tensor,
+    shares: Tensor,
+    out: Tensor,
+    mean_key: Tensor,
+    lse: Tensor,
+    ranks: Ranks,
+    call: Call,
+) -> Tensor:
     """M of ops/coarse/reference.py, over the far keys of all ranks: (b h 1 d e). The weights of a key are those of all
     ranks, so it follows the far parts; its scores are made a second time, for the few clusters that make the slope."""
     few = min(SLOPE_CLUSTERS, c.shape[2])
@@ -128,9 +149,19 @@ def _slope(
         real = None if call.mask.keys is None else call.mask.keys[:, piece]
         at = torch.where((near_at >= piece.start) & (near_at < piece.stop), near_at - piece.start, -1)
         within = within + checkpoint(
-            _received, c, k[:, :, piece], v[:, :, piece], level, shares, at, real, call.scale, group,
-            use_reentrant=False, preserve_rng_state=False,
-        )  # fmt: skip
+            _received,
+            c,
+            k[:, :, piece],
+            v[:, :, piece],
+            level,
+            shares,
+            at,
+            real,
+            call.scale,
+            group,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
     within = ranks.sum(within, "slope")
     amount = torch.exp(lse - level.unsqueeze(-1)) * shares.unsqueeze(-1)  # (b h c p): pi a
     between = (mean_key * amount.unsqueeze(-1)).flatten(2, 3).mT @ out.flatten(2, 3)
@@ -138,9 +169,16 @@ def _slope(
 
 
 def _received(
-    c: Tensor, k: Tensor, v: Tensor, level: Tensor, shares: Tensor, near_at: Tensor, real: Tensor | None, scale: float,
+    c: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level: Tensor,
+    shares: Tensor,
+    near_at: Tensor,
+    real: Tensor | None,
+    scale: float,
     group: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """sum_l omega_l k_l v_l^T over a few keys, (b h d e)."""
     keys, values = (wide(x).repeat_interleave(group, 1) for x in (k, v))
     m = keys.shape[2]

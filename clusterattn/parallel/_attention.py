@@ -27,9 +27,20 @@ from ._share import Share, at_least_one
 
 # What all ranks must agree in, in the order in which it travels.
 AGREED = (
-    "method", "batch", "query heads", "key heads", "d", "e", "dtype", "scale", "seed", "return_lse",
-    "which of q, k and v want gradients", "backend", "number of streams",
-)  # fmt: skip
+    "method",
+    "batch",
+    "query heads",
+    "key heads",
+    "d",
+    "e",
+    "dtype",
+    "scale",
+    "seed",
+    "return_lse",
+    "which of q, k and v want gradients",
+    "backend",
+    "number of streams",
+)
 
 
 def attention(
@@ -159,9 +170,14 @@ def _streams(name: str, given: Sequence[int] | None, length: int) -> list[int]:
 
 
 def _shares(
-    q: Tensor, k: Tensor, lengths: tuple[int, int], query_mask: Tensor | None, key_mask: Tensor | None,
-    streams: tuple[list[int], list[int]], ranks: Ranks,
-) -> tuple[Share, Share]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    lengths: tuple[int, int],
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    streams: tuple[list[int], list[int]],
+    ranks: Ranks,
+) -> tuple[Share, Share]:
     """The queries and the keys of this rank among all; lengths are those that came. Queries that no real key of any
     rank answers ask nothing."""
     valid = [

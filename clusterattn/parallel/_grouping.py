@@ -31,9 +31,18 @@ def clusters(method: Clustered, q: Tensor, k: Tensor, queries: Share, keys: Shar
         pool_at, real = _pool(queries, count, method.start, call, _grouping.QUERIES[0])
         pool = where.points(queries.gather(q, pool_at, "k-means, starts"), call)
         found = _centres(
-            points, pool, real, queries, count, method.steps, method.start, method.sample, where, call,
+            points,
+            pool,
+            real,
+            queries,
+            count,
+            method.steps,
+            method.start,
+            method.sample,
+            where,
+            call,
             _grouping.QUERIES[1],
-        )  # fmt: skip
+        )
         labels = _own_if_few(call.ops.nearest(points, found), labels, queries, count)
     members = call.ops.members(labels, count, q)
     mean, held = call.ops.means(wide(q), labels, count, members=members)
@@ -111,9 +120,18 @@ def _pool(share: Share, count: int, start: str, call: Call, stream: int) -> tupl
 
 
 def _centres(
-    points: Tensor, pool: Tensor, real: Tensor, share: Share, count: int, steps: int, start: str, sample: int | None,
-    where: _grouping.Space, call: Call, stream: int,
-) -> Centres:  # fmt: skip
+    points: Tensor,
+    pool: Tensor,
+    real: Tensor,
+    share: Share,
+    count: int,
+    steps: int,
+    start: str,
+    sample: int | None,
+    where: _grouping.Space,
+    call: Call,
+    stream: int,
+) -> Centres:
     """k-means over the points (b h n w) of all ranks, from starts in the gathered pool (b h s w), real (b s). The last
     of the ``steps``, of everybody, is left to ``nearest``."""
     heads = points.shape[1]

@@ -275,7 +275,7 @@ class _Attention:
             longest = max(row["n"] for row in rows if row["measured"])
             notes.append(f"timed up to {longest} tokens; longer calls are predicted from their multiply-adds")
         error = f"error {human_error(chosen.error)}, tolerance {self.tolerance:g}"
-        speed = f"{faster:.2g} times as fast as exact attention"
+        speed = f"{faster:.3g} times as fast as exact attention"
         if worth:
             held = self._memory(rows)
             answer = f"Worth it from {at} tokens on: at {length} {speed} ({error}), with {chosen.method}{held}."

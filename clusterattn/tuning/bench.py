@@ -76,9 +76,10 @@ def usual_candidates(shape: costs.Shape, strict: bool = True) -> list[Method]:
     near = [top for top in (16, 32, 64, 128, 192, 256, 384) if top <= max(m // 2, 16)]
     found: list[Method] = [Local(window=window) for window in near if n == m and window < m]
     if shape.causal:
-        source = "past" if strict else "block"
+        source, shared = "past" if strict else "block", True if shape.group > 1 else None  # as sizes left open have it
+        sizes: dict[str, Any] = {"parts": 1, "slope": False, "centroids_from": source, "share_heads": shared}
         return found + [
-            Refined(clusters=c, top=t, parts=1, slope=False, block=block, centroids_from=source).at(
+            Refined(clusters=c * shape.group, top=t, block=block, **sizes).at(
                 n, m, shape.d, shape.e, causal=True, group=shape.group
             )
             for block in (128, 256)

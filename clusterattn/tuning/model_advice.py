@@ -55,7 +55,7 @@ def advise_model(
         for which, label, seconds in (("exact", PEER, taken["exact"][n]), ("tuned", "plan", taken["tuned"][n]))
     )  # fmt: skip
     faster = exact.at(length) / ours.at(length)
-    speed = f"{faster:.2g} times as fast as with exact attention"
+    speed = f"{faster:.3g} times as fast as with exact attention"
     error = f"its output is off by {human_error(plan.note['error'])}, tolerance {tolerance:g}"
     if at is None:
         answer = f"Use exact attention: with the cheapest plan inside the tolerance the model is {speed} ({error})."

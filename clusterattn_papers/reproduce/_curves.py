@@ -24,7 +24,8 @@ def drawn_lines(panels: Sequence[tuple[str, Curves]]) -> bytes | None:
             for label, (lengths, heights) in drawn.items():
                 colour, marker = plots.style_of(label)
                 dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
-                lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ls=dotted, mec="white")[0]
+                edge = {"mec": "white", "mew": 0.5}
+                lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ms=7, ls=dotted, **edge)[0]
             axis.set(title=title, xlabel="length N (tokens)")
             axis.set(xscale="log", yscale="log")
             lengths = sorted({n for each, _ in drawn.values() for n in each})

@@ -195,7 +195,7 @@ class ClusteredFig5(Experiment):
             for axis, (name, swept, budgets) in zip(axes.flat, panels, strict=False):
                 columns = [(name, budget) for budget in budgets]
                 image = _panel(axis, rows, config, columns, [str(each) for each in budgets])
-                axis.set(title=name, xlabel=swept)
+                axis.set(title=plots.short(name), xlabel=swept)
             last = axes.flat[len(panels)]
             image = _panel(last, rows, config, [(name, 0) for name in OTHERS], list(OTHERS))
             last.set_title("nothing to sweep")

@@ -6,6 +6,7 @@ import functools
 import gzip
 import math
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,13 @@ SAYS = {
     "spherical": "k-means of unit vectors",
     "neural": "neural clustering",
     "printed": f"neural clustering, {WITH_EQUATIONS[:-1]}",
+}
+LOOKS = {  # ClusterFormer's own clustering wears its colour; what is no attention at all is grey
+    "som": ("#AAAAAA", "^", "-"),
+    "kmeans": ("#555555", "s", "-"),
+    "spherical": ("#555555", "D", ":"),
+    "neural": (*plots.style_of("clusterformer"), "-"),
+    "printed": (*plots.style_of("clusterformer"), ":"),
 }
 CELLS = SAYS | {"printed": "neural clustering, eqs. 2 to 6 as printed"}  # names that rows on disk go by
 START_POOL = 4096  # points among which k-means++ looks for its starts, as in NeuralClustering
@@ -112,11 +120,11 @@ class Table6(Experiment):
 
     def picture(self, rows: Sequence[Row], config: MnistConfig) -> bytes | None:
         """Accuracy against k, ours with the spread over seeds, the paper's hollow."""
-        colours = dict(zip(SAYS, ("#009E73", "#0072B2", "#56B4E9", "#D55E00", "#B0A8A0"), strict=True))
         with plots.rules():
             figure = plots.canvas(9.2, 4.6)
             axis = figure.subplots()
             for method in config.methods:
+                colour, marker, dotted = LOOKS[method]
                 ours = {k: found for k in config.clusters if (found := chosen(rows, "accuracy", method=method, k=k))}
                 if ours:
                     heights = [100 * statistics.fmean(each) for each in ours.values()]
@@ -125,15 +133,16 @@ class Table6(Experiment):
                         list(ours),
                         heights,
                         off,
-                        color=colours[method],
-                        marker="o",
+                        color=colour,
+                        marker=marker,
+                        ls=dotted,
                         ms=5,
                         lw=1.5,
                         capsize=2,
-                        label=SAYS[method],
+                        label=textwrap.fill(SAYS[method], 34),
                     )
                 theirs = {k: each for k, each in PUBLISHED.get(method, {}).items() if k in ours}
-                axis.plot(list(theirs), list(theirs.values()), "s", mfc="none", mec=colours[method], ms=8)
+                axis.plot(list(theirs), list(theirs.values()), "s", mfc="none", mec=colour, ms=9)
             axis.plot([], [], "s", mfc="none", mec="#555555", ms=8, label="the paper's")
             axis.set(xlabel="clusters", ylabel="accuracy on test images (%)", title="Clusters that vote on MNIST")
             axis.grid(True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,53 @@ from .runner import done_rows, source
 
 SMOKE = "Smoke scale: invented data, a few steps. It shows that all runs; its figures mean nothing."
 
+THEIR_WORD = re.compile(r"\blsh\b")  # Clustered attention's, for what its own paper, and we, call Reformer
+ONE_NAME = "What the paper calls lsh is called reformer here, as in the library and in every picture."
+
 
 def config_of(experiment: Experiment, scale: str) -> Any:
     return source(experiment).scales[scale]
 
 
+@dataclass(frozen=True)
+class Wording:
+    """What is read of an experiment: a method bears one name in it, whatever its paper calls it."""
+
+    tables: list[Table]
+    findings: list[str]
+    differences: list[str]
+
+
+def shown(experiment: Experiment, scale: str, rows: Sequence[Row]) -> Wording:
+    config = config_of(experiment, scale)
+    tables = experiment.tables(rows, config)
+    differences = ([experiment.cannot] if experiment.cannot else []) + experiment.differences(config)
+    found = Wording(renamed(tables), renamed(experiment.findings(rows, config)), renamed(differences))
+    if found.tables != tables:
+        found.differences.append(ONE_NAME)
+    return found
+
+
+def renamed(words: Any) -> Any:
+    """Text, and tables and lists of it, with the one name for their word."""
+    if isinstance(words, str):
+        return THEIR_WORD.sub("reformer", words)
+    if isinstance(words, Table):
+        return Table(*(renamed(getattr(words, each.name)) for each in fields(words)))
+    return [renamed(each) for each in words]
+
+
 def markdown(experiment: Experiment, scale: str, rows: Sequence[Row], picture: str | None = None) -> str:
     """One experiment as Markdown: tables, what came out, what differs from the paper, where it ran."""
-    config = config_of(experiment, scale)
+    read = shown(experiment, scale, rows)
     head = f"{experiment.paper}, at scale `{scale}`."
     parts = [f"# {experiment.place}: {experiment.about}", " ".join([head, *cautions(experiment, scale, rows)])]
-    parts += [as_markdown(table) for table in experiment.tables(rows, config)]
+    parts += [as_markdown(table) for table in read.tables]
     if picture:
         parts.append(f"![{experiment.place}]({picture})")
     for title, lines in (
-        ("What came out", experiment.findings(rows, config)),
-        ("What differs from the paper", differences(experiment, scale)),
+        ("What came out", read.findings),
+        ("What differs from the paper", read.differences),
     ):
         if lines:
             parts.append(f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines))
@@ -48,10 +81,6 @@ def unfinished(experiment: Experiment, scale: str, rows: Sequence[Row]) -> list[
     wanted = [cell.name for cell in made if experiment.shows(cell)]
     done = {row["cell"] for row in rows} & set(wanted)
     return [f"{len(done)} of {len(wanted)} cells are done; … stands for the others."] if len(done) < len(wanted) else []
-
-
-def differences(experiment: Experiment, scale: str) -> list[str]:
-    return ([experiment.cannot] if experiment.cannot else []) + experiment.differences(config_of(experiment, scale))
 
 
 def as_markdown(table: Table) -> str:

@@ -13,7 +13,7 @@ from clusterattn.measure.report import page
 
 from . import experiments
 from ._experiment import PAPERS
-from .page import best_scale, cautions, config_of, differences, where
+from .page import best_scale, cautions, config_of, shown, where
 from .runner import THEME
 
 MOST = 200  # rows of a file that are shown; the file has them all
@@ -46,17 +46,16 @@ def _shown(experiment: Any, results: Path, pictures: dict[str, bytes]) -> dict[s
     if found is None:
         return {**head, "scale": None}
     scale, rows = found
-    config = config_of(experiment, scale)
-    drawn = experiment.picture(rows, config)
+    read, drawn = shown(experiment, scale, rows), experiment.picture(rows, config_of(experiment, scale))
     if drawn:
         pictures[experiment.name] = drawn
     return {
         **head,
         "scale": scale,
-        "tables": experiment.tables(rows, config),
+        "tables": read.tables,
         "cautions": cautions(experiment, scale, rows),
-        "findings": experiment.findings(rows, config),
-        "differences": differences(experiment, scale),
+        "findings": read.findings,
+        "differences": read.differences,
         "where": where(rows),
     }
 

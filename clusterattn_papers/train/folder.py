@@ -23,8 +23,12 @@ from .loop import Fitted
 
 VERSION = 1
 CONFIG, WEIGHTS, METRICS, HISTORY, CURVE = (
-    "config.json", "model.safetensors", "metrics.json", "history.jsonl", "curve.png",
-)  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "metrics.json",
+    "history.jsonl",
+    "curve.png",
+)
 
 
 def save(

@@ -290,7 +290,7 @@ class _Training:
 
     def _words(self) -> str:
         figure = f", {self.task.figure} {self.best[self.task.figure]:.4g}" if self.best else ""
-        return f"epoch {self.step // self.per_epoch + 1}{figure}"
+        return f"epoch {-(-self.step // self.per_epoch)}{figure}"  # the one that the last update belongs to
 
     # ------------------------------------------------------------------------------------------------ keep
 

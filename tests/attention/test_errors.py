@@ -44,6 +44,8 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "lengths below 0": ("-1", lambda: attend(key_lengths=torch.tensor([3, -1]))),
     "lengths beyond the keys": ("13", lambda: attend(key_lengths=torch.tensor([13, 12]))),
     "scale that is no number": ("nan", lambda: attend(scale=float("nan"))),
+    "scale of another kind": ("str", lambda: attend(scale="1")),
+    "scale in a tensor": ("Tensor", lambda: attend(scale=torch.tensor(0.5))),
     "scale without end": ("inf", lambda: attend(scale=float("-inf"))),
     "tensors without numbers": ("meta", lambda: ca.attention(*(t.to("meta") for t in (Q, K, V)))),
     "nested tensors": ("to_padded_tensor", lambda: ca.attention(nested(), K, V)),

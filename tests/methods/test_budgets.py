@@ -44,15 +44,34 @@ def test_a_method_without_sizes_gets_them_and_more_of_them_as_lengths_grow(d: in
             assert cost.share(ca.Refined(), Shape(n, n, d, d, causal)) < (0.3 if causal else 0.1)
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize(("d", "e"), [(32, 32), (40, 64), (64, 64), (128, 128), (256, 128)])
 @pytest.mark.parametrize("budget", [None, 0.02, 0.1, 0.3])
-def test_grouping_takes_at_most_a_third_from_1024_up(budget: float | None, d: int, group: int) -> None:
+def test_grouping_takes_at_most_a_third_from_1024_up(budget: float | None, d: int, e: int, group: int) -> None:
+    """At the first and the last lengths of their steps, with more keys, with fewer, and in causal calls."""
+    method = ca.Refined(budget=budget)
+    for n in (*LENGTHS, 1535, 2047, 12_287):
+        for m in (n, 4 * n, max(n // 8, 1024)):
+            if m == n or budgets.step(m) != budgets.step(n):
+                assert grouping_share(method, Shape(n, m, d, e, False, group)) <= 1 / 3, (n, m)
+        for m in (n, 2 * n) if d <= 128 else ():  # wider: the keys' metric alone takes as much in a short causal call
+            assert grouping_share(method, Shape(n, m, d, e, True, group)) <= 1 / 3, (n, m)
+
+
+def test_a_step_is_all_the_lengths_that_share_its_sizes() -> None:
+    for length in range(1, 5000):
+        at = budgets.step(length)
+        assert budgets.step(at) == at <= length <= budgets.step_end(at)
+        assert budgets.step(budgets.step_end(at) + 1) > at
+
+
+@pytest.mark.parametrize("group", [3, 8])
+def test_heads_that_share_clusters_have_no_more_than_their_grouping_is_worth(group: int) -> None:
+    shared = ca.Refined(share_heads=True)
     for n in LENGTHS:
-        for m in (n, 4 * n):
-            at = Shape(n, m, d, d, False, group)
-            assert grouping_share(ca.Refined(budget=budget), at) <= 1 / 3, at
-        assert grouping_share(ca.Refined(budget=budget), Shape(n, n, d, d, True, group)) <= 1 / 3
+        assert grouping_share(shared, Shape(n, n, 64, 64, False, group)) <= 1 / 3
+        apart, filled = (each.at(n, n, 64, 64, group=group) for each in (ca.Refined(), shared))
+        assert filled.clusters <= group * apart.clusters
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -197,6 +197,24 @@ def test_pages(tmp_path):
         write_page(tmp_path / "nowhere", tmp_path / "page.html")
 
 
+def test_a_method_has_one_name_whatever_its_paper_calls_it():
+    class Theirs(Squares):
+        def tables(self, rows, config):
+            return [
+                Table("lsh against e2lsh", ["method", "lsh-4"], [["lsh-1", "1"]], ["lsh needs queries that are keys"])
+            ]
+
+        def findings(self, rows, config):
+            return ["clustered is ahead of lsh-1."]
+
+    read = page.shown(Theirs(), "smoke", [])
+    renamed = Table("reformer against e2lsh", ["method", "reformer-4"], [["reformer-1", "1"]])
+    assert read.tables == [replace(renamed, notes=["reformer needs queries that are keys"])]
+    assert read.findings == ["clustered is ahead of reformer-1."]
+    assert read.differences == ["Nothing.", page.ONE_NAME]  # and whoever looks for the paper's word finds it
+    assert page.shown(Squares(), "smoke", []).differences == ["Nothing."]
+
+
 def test_numbers_beside_numbers():
     assert beside(5.14, [6.0]) == "5.1 | 6.0"
     assert beside(None, [0.5, 0.7], digits=0, times=100) == "– | 60 ± 14"

@@ -276,7 +276,15 @@ def test_useless_candidates_are_forgotten():
     assert layer.cost == [1, 3, 10]
 
 
-@pytest.mark.parametrize("shape", [Shape(512, 512, 32, 32), Shape(1500, 1500, 64, 64), Shape(2048, 2048, 64, 64, True)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(512, 512, 32, 32),
+        Shape(1500, 1500, 64, 64),
+        Shape(2048, 2048, 64, 64, True),
+        Shape(2048, 2048, 64, 64, True, 3),
+    ],
+)
 def test_the_usual_candidates_span_the_costs(shape):
     exact = multiply_adds(ca.Exact(), shape)
     shares = sorted(multiply_adds(each, shape) / exact for each in usual_candidates(shape))
@@ -285,6 +293,8 @@ def test_the_usual_candidates_span_the_costs(shape):
     if shape.causal:
         assert all(each.causality == "strict" for each in usual_candidates(shape))
         assert any(each.causality == "value" for each in usual_candidates(shape, strict=False))
+        refined = [each for each in usual_candidates(shape) if isinstance(each, ca.Refined)]
+        assert all(bool(each.share_heads) == (shape.group > 1) for each in refined)  # as sizes left open have it
 
 
 def test_the_time_of_the_model_is_measured_and_exact_may_win(model, batches, monkeypatch):

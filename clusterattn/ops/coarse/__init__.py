@@ -59,7 +59,7 @@ def _(
         c.new_empty((*lead, parts), dtype=acc), c.new_empty(lead, dtype=acc),
         c.new_empty((*lead, few), dtype=torch.int64),
         c.new_empty((*c.shape[:2], blocks, c.shape[3], v.shape[3]), dtype=acc),
-        c.new_empty((*lead, words), dtype=torch.int32),
+        c.new_empty((*c.shape[:2], words, c.shape[2]), dtype=torch.int32),
     )  # fmt: skip
 
 

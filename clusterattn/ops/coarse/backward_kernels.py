@@ -12,10 +12,9 @@ from torch import Tensor
 from .._jit import jit, narrow, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
-from .near import _limit
+from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
+from .near import _limit, near_across, near_down
 from .reference import Reach
-from .slope import _near_down
 from .slope_backward import Rows, pulled_rows
 
 WHOLE_SLOPE = 1 << 15  # bytes that are held at once beside a tile of keys
@@ -159,7 +158,7 @@ def coarse_bwd_kv_kernel(
                 dp += tl.dot(k, tl.trans(dm), input_precision=PRECISION)
             far = seen
             if HAS_NEAR:
-                near = _near_down(BITS, lead, row, rows, words, start, tl.arange(0, BM))
+                near = near_down(BITS, lead, row, rows, words, start, tl.arange(0, BM))
                 far = seen & (~near)
             p = tl.where(far, tl.exp2(scores - lse[None, :]), 0.0)
             if SLOPE:
@@ -262,7 +261,7 @@ def coarse_bwd_c_kernel(
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
         far = seen
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, tl.arange(0, BM))
+            near = near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM))
             far = seen & (~near)
         p = tl.where(far, tl.exp2(s - lse[:, None]), 0.0)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)

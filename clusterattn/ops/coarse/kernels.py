@@ -15,23 +15,11 @@ from torch import Tensor
 from .._jit import THIN, jit, power, precision, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .near import _limit, select
+from .near import _limit, near_across, select
 from .reference import Reach
 from .slope import slope_of
 
 LOG2E = 1.4426950408889634
-
-
-@jit
-def _near(BITS, lead, row, rows, words, first, place):
-    """Which of a tile's keys are near for which rows: a word of 32 bits per row and half tile. place: of a key in its
-    tile, which begins with a word; the compiler knows its bit."""
-    low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
-    high = tl.load(
-        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
-    )
-    word = tl.where((place < 32)[None, :], low[:, None], high[:, None])
-    return (word & (1 << (place % 32))[None, :]) != 0
 
 
 @jit
@@ -95,7 +83,7 @@ def coarse_fwd_kernel(
         if PREFIX:
             s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
         if HAS_NEAR:
-            near = _near(BITS, lead, row, rows, words, start, tl.arange(0, BM))
+            near = near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM))
             if not TANGENT:
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
@@ -210,7 +198,7 @@ class Far:
     lse: Tensor  # (b*h p c)
     near_lse: Tensor  # (b*h c)
     near_at: Tensor  # (b*h c t): among the arranged keys
-    bits: Tensor  # (b*h c words): the same as a mask
+    bits: Tensor  # (b*h words c): the same as a mask
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
     level: Tensor | None = None  # (b*h p c): see _level; forward alone reads it
 
@@ -246,7 +234,7 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     c, top = c.to(k.dtype).contiguous(), min(reach.top, m)
     lead, words = b * h, cdiv(m, 32)
     near_at = torch.empty(lead, clusters, 0, dtype=torch.int64, device=c.device)
-    bits = torch.empty(lead, clusters, 0, dtype=torch.int32, device=c.device)
+    bits = torch.empty(lead, 0, clusters, dtype=torch.int32, device=c.device)
     if top:
         near_at, bits = select(c, keys, reach, top)
     tile = _forward_tiles(k, v, clusters, lead, parts)

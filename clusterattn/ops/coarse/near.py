@@ -2,7 +2,7 @@
 
 Scores go to memory once, with the largest of each group of neighbouring keys. The ``top`` best keys of a row can only
 lie in its ``top`` best groups; and of these few scores a binary search over their bits finds the threshold. The chosen
-keys become a list and a bit mask.
+keys become a list and a bit mask, (lead words rows): a word has 32 keys, and a tile of rows reads its words together.
 """
 
 from __future__ import annotations
@@ -26,9 +26,33 @@ def _limit(row, m, per, first, step):
 
 
 @jit
+def _words(BITS, lead, row, rows, words, first):
+    """The words of two times 32 keys from ``first`` on, which begins one."""
+    place, here = BITS + (lead * words + first // 32) * rows + row, row < rows
+    return tl.load(place, mask=here, other=0), tl.load(place + rows, mask=here & (first // 32 + 1 < words), other=0)
+
+
+@jit
+def near_across(BITS, lead, row, rows, words, first, place):
+    """Which of a tile's keys (across) are near for which rows (down). place: of a key in its tile; the compiler knows
+    its bit."""
+    low, high = _words(BITS, lead, row, rows, words, first)
+    word = tl.where((place < 32)[None, :], low[:, None], high[:, None])
+    return (word & (1 << (place % 32))[None, :]) != 0
+
+
+@jit
+def near_down(BITS, lead, row, rows, words, first, place):
+    """The same with keys down and rows across."""
+    low, high = _words(BITS, lead, row, rows, words, first)
+    word = tl.where((place < 32)[:, None], low[None, :], high[None, :])
+    return (word & (1 << (place % 32))[:, None]) != 0
+
+
+@jit
 def scores_kernel(
-    C, K, KEEP, SCORES, BEST, rows, m, d, heads, group, scale, per, first, step, groups, tiles, skb, skh, skm,
-    seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, GROUP: tl.constexpr,
+    C, K, KEEP, SCORES, BEST, BITS, rows, m, d, heads, group, scale, per, first, step, groups, tiles, words,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, GROUP: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     lead = tl.program_id(2).to(tl.int64)
@@ -42,6 +66,9 @@ def scores_kernel(
     limit = _limit(row, m, per, first, step)
     for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
         key = tile * BM + tl.arange(0, BM)
+        for word in tl.static_range(BM // 32):  # nobody is near yet
+            empty = (row < rows) & (tile * (BM // 32) + word < words)
+            tl.store(BITS + (lead * words + tile * (BM // 32) + word) * rows + row, tl.zeros((BC,), tl.int32), empty)
         k = tl.load(
             K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
             mask=(key[:, None] < m) & (dims[None, :] < d), other=0.0,
@@ -124,15 +151,11 @@ def groups_kernel(BEST, CHOSEN, groups, top, BG: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def select_kernel(
-    SCORES, CHOSEN, NEAR, BITS, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
-    BK: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, WIDTH: tl.constexpr,
+    SCORES, CHOSEN, NEAR, BITS, rows, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
+    BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
-    for first in range(0, words, BW):
-        word = first + tl.arange(0, BW)
-        tl.store(BITS + row * words + word, tl.zeros((BW,), tl.int32), mask=word < words)
-    tl.debug_barrier()  # before the bits are set
     key = slot
     if not ALL:
         place = slot // GROUP
@@ -141,7 +164,7 @@ def select_kernel(
     u = _ordered(tl.load(SCORES + row * m + key, mask=key < m, other=float("-inf")), WIDTH)
     chosen = _chosen(u, top, WIDTH)
     _list(NEAR + row * top, chosen, key.to(tl.int64), top, BT)
-    tl.atomic_or(BITS + row * words + key // 32, 1 << (key % 32), mask=chosen)
+    tl.atomic_or(BITS + (row // rows * words + key // 32) * rows + row % rows, 1 << (key % 32), mask=chosen)
 
 
 def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
@@ -149,7 +172,7 @@ def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
 
 
 def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
-    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead rows words)."""
+    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead words rows)."""
     k = keys.k
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, cdiv(m, 32)
@@ -161,13 +184,14 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     groups = cdiv(m, group) if group else 0
     scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
     best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
+    bits = torch.empty(lead, words, clusters, dtype=torch.int32, device=c.device)
     columns, row_tiles = cdiv(m, tile["BM"]), cdiv(clusters, tile["BC"])
     tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
     launch(
-        scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best),
-        (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, *k.stride()[:3],
-        *keys.keep_strides), HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, GROUP=group, PRECISION=precision(k),
-        num_stages=2, **tile,
+        scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best, bits),
+        (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, words,
+        *k.stride()[:3], *keys.keep_strides),
+        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, GROUP=group, PRECISION=precision(k), num_stages=3, **tile,
     )  # fmt: skip
     chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
     few = power(top, least=1)
@@ -175,15 +199,14 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
         many = power(groups)
         launch(
             groups_kernel, (lead * clusters,), (best, chosen), (groups, top),
-            BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 256)),
+            BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 1024)),
         )  # fmt: skip
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
-    bits = torch.empty(lead, clusters, words, dtype=torch.int32, device=c.device)
     many = few * group if group else power(m)
     launch(
-        select_kernel, (lead * clusters,), (scores, chosen, near, bits), (m, words, top),
-        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, BW=min(1024, power(words)), WIDTH=width,
-        num_warps=1 if many <= 256 else min(8, many // 128),
+        select_kernel, (lead * clusters,), (scores, chosen, near, bits), (clusters, m, words, top),
+        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
+        num_warps=max(1, min(8, many // 256)),
     )  # fmt: skip
     return near, bits
 

@@ -23,7 +23,7 @@ def forward(
         far.near_lse.view(lead), far.near_at.view(*lead, far.near_at.shape[-1]),
         far.slope.view(b, h, 0, d, v.shape[3]),
     )  # fmt: skip
-    return found, far.bits.view(*lead, far.bits.shape[-1])
+    return found, far.bits.view(b, h, far.bits.shape[1], rows)
 
 
 def backward(

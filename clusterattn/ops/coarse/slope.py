@@ -17,23 +17,13 @@ from torch import Tensor
 from .._jit import jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged
+from .near import near_down
 from .reference import SLOPE_CLUSTERS, Reach
 
 if TYPE_CHECKING:
     from .kernels import Far
 
 LOG2E = 1.4426950408889634
-
-
-@jit
-def _near_down(BITS, lead, row, rows, words, first, place):
-    """Which of a tile's keys (down, at ``place`` in it) are near for which rows (across)."""
-    low = tl.load(BITS + (lead * rows + row) * words + first // 32, mask=row < rows, other=0)
-    high = tl.load(
-        BITS + (lead * rows + row) * words + first // 32 + 1, mask=(row < rows) & (first // 32 + 1 < words), other=0
-    )
-    word = tl.where((place < 32)[:, None], low[None, :], high[None, :])
-    return (word & (1 << (place % 32))[:, None]) != 0
 
 
 @jit
@@ -101,7 +91,7 @@ def slope_kernel(
                 level = tl.load(LEVEL + lead * rows + row, mask=row < end, other=float("inf"))
                 w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
                 if HAS_NEAR:
-                    w = tl.where(_near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
+                    w = tl.where(near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
                 omega += tl.sum(w, 1)
             weight = tl.where(seen, omega, 0.0)[:, None]
             x = ((k.to(tl.float32) - kappa[None, :]) * weight).to(k.dtype)

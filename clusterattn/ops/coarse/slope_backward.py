@@ -16,7 +16,8 @@ from torch import Tensor
 from .._jit import THIN, jit, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .kernels import LOG2E, Far, _near, _stretch, cuts, tiles_for
+from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
+from .near import near_across
 from .reference import SLOPE_CLUSTERS, Reach
 from .slope import levels
 
@@ -80,7 +81,7 @@ def mean_pull_kernel(
         if HAS_KEEP:
             seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
         if HAS_NEAR:
-            seen = seen & (~_near(BITS, lead, row, rows, words, start, tl.arange(0, BM)))
+            seen = seen & (~near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM)))
         pull = tl.load(PULL + lead * m + key, mask=key < m, other=0.0)
         total += tl.sum(tl.where(seen, tl.exp2(s - lse[:, None]), 0.0) * pull[None, :], 1)
     tl.store(PART + ((lead * splits + split) * parts + part) * few + row, total, mask=here)

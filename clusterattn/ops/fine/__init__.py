@@ -144,7 +144,7 @@ def _(
         q.new_empty((lead, parts, clusters, d if MASSES[mass] == "tangent" else 0), dtype=k.dtype),
         q.new_empty((lead, parts, clusters), dtype=wide_), q.new_empty((lead, clusters), dtype=wide_),
         q.new_empty((lead, clusters, min(top, m)), dtype=torch.int64),
-        q.new_empty((lead, clusters, (m + 31) // 32 if top else 0), dtype=torch.int32),
+        q.new_empty((lead, (m + 31) // 32 if top else 0, clusters), dtype=torch.int32),
         q.new_empty((lead, 1 if slope else 0, d, e), dtype=k.dtype),
     )  # fmt: skip
 

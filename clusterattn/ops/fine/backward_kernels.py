@@ -275,7 +275,7 @@ def backward(
             fine_bwd_near_kernel, (clusters * every, lead),
             (q, k, v, found.near_at, found.out, found.lse, found.near_lse, order, first, lse, dy, delta, near_dk,
             near_dv), (n, *near_numbers, reach.scale * LOG2E, reach.scale, every, *strides),
-            MASS=mass, BT=shape["BT"], num_stages=1, **warps,
+            MASS=mass, BT=shape["BT"], num_stages=3, **warps,
         )  # fmt: skip
     every = -(-parts // shape["BP"])
     launch(

@@ -20,6 +20,7 @@ from ..members.kernels import tiles, turns
 LOG2E = 1.4426950408889634
 SOFTMAX, TANGENT, CLUSTER = 0, 1, 2  # how the far part weighs, see Improved
 MASSES = {"softmax": SOFTMAX, "tangent": TANGENT, "cluster": CLUSTER}
+TILES = 4  # of queries in a turn
 
 
 @jit
@@ -66,13 +67,50 @@ def _part_keys(
 
 
 @jit
+def _near_keys(K, V, NEAR, k_base, v_base, cluster, t, slot, listed, dims, values, d, e, skm, svm):
+    """A tile of a cluster's near keys, their values, and what is added to their logits: -inf where there is none."""
+    near = tl.load(NEAR + cluster * t + slot, mask=(slot < t) & listed, other=-1)
+    k = _gather(K, k_base, near, skm, dims, d, near >= 0)
+    v = _gather(V, v_base, near, svm, values, e, near >= 0)
+    return k, v, tl.where(near >= 0, 0.0, float("-inf"))
+
+
+@jit
+def _far_parts(MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, part, parts, listed, dims, values, d, e, MASS: tl.constexpr):
+    """A tile of a cluster's far parts as keys and values, and what is added to their logits, in base 2."""
+    there = (part < parts) & listed
+    at = (lead * parts + part) * c + which
+    v = _gather(FAR, 0, at, e, values, e, there)
+    if MASS == 1:
+        k = _gather(MEAN, 0, at, d, dims, d, there)
+        bias = tl.load(LEVEL + at, mask=there, other=float("-inf"))
+    else:
+        k = _gather(FAR, 0, at, 0, dims, 0, there)  # zeros: the weight is the same for every query
+        bias = tl.load(FAR_LSE + at, mask=there, other=float("-inf")) * 1.4426950408889634
+    return k, v, bias
+
+
+@jit
+def _attend(q, k, v, bias, scale, highest, total, out, PRECISION: tl.constexpr):
+    """One more tile of keys; also its weights' sums, and by how much all that came before fades."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias[None, :]
+    new = tl.maximum(highest, tl.max(s, 1))
+    level = tl.where(new == float("-inf"), 0.0, new)
+    p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
+    here = tl.sum(p, 1)
+    out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+    return new, total * fade + here, out, here, fade
+
+
+@jit
 def fine_fwd_kernel(
     Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, TURNS, OUT, LSE, FAR_SHARE,
     n, turns, c, t, parts, d, e, heads, group, scale, natural_scale, per,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
-    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, HELD: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A turn's queries, tile by tile. HELD: the near keys and the far parts of a cluster are a tile each, and stay."""
     lead = tl.program_id(1).to(tl.int64)
     turn = TURNS + (lead * turns + tl.program_id(0)) * 3
     which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)
@@ -82,66 +120,68 @@ def fine_fwd_kernel(
     which = tl.minimum(which, c - 1)
     cluster = lead * c + which
     if begin < end:
-        place = begin + tl.arange(0, BS)
-        real = place < end
-        query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
-        q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
-        highest, total = tl.full((BS,), float("-inf"), tl.float32), tl.zeros((BS,), tl.float32)
-        far_total, out = tl.zeros((BS,), tl.float32), tl.zeros((BS, BE), tl.float32)
-        if listed:
-            for first in range(0, t, BT):
-                slot = first + tl.arange(0, BT)
-                near = tl.load(NEAR + cluster * t + slot, mask=slot < t, other=-1)
-                k = _gather(K, batch * skb + (head // group) * skh, near, skm, dims, d, near >= 0)
-                v = _gather(V, batch * svb + (head // group) * svh, near, svm, values, e, near >= 0)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-                s = tl.where((near >= 0)[None, :], s, float("-inf"))
-                new = tl.maximum(highest, tl.max(s, 1))
-                level = tl.where(new == float("-inf"), 0.0, new)
-                p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
-                out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-                highest, total = new, total * fade + tl.sum(p, 1)
+        k_base, v_base = batch * skb + (head // group) * skh, batch * svb + (head // group) * svh
+        if HELD:
+            near_k, near_v, near_bias = _near_keys(
+                K, V, NEAR, k_base, v_base, cluster, t, tl.arange(0, BT), listed, dims, values, d, e, skm, svm
+            )
             if MASS != 2:
-                for first in range(0, parts, BP):
-                    part = first + tl.arange(0, BP)
-                    there = part < parts
-                    at = (lead * parts + part) * c + which
-                    v = _gather(FAR, 0, at, e, values, e, there)
-                    s = tl.zeros((BS, BP), tl.float32)
-                    if MASS == 1:
-                        k = _gather(MEAN, 0, at, d, dims, d, there)
-                        bias = tl.load(LEVEL + at, mask=there, other=float("-inf"))
-                        s += tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-                    else:
-                        bias = tl.load(FAR_LSE + at, mask=there, other=float("-inf")) * 1.4426950408889634
-                    s += bias[None, :]
-                    new = tl.maximum(highest, tl.max(s, 1))
-                    level = tl.where(new == float("-inf"), 0.0, new)
-                    p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
-                    out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-                    highest, total = new, total * fade + tl.sum(p, 1)
-                    far_total = far_total * fade + tl.sum(p, 1)
-        safe = tl.where(total > 0, total, 1.0)
-        level = tl.where(highest == float("-inf"), 0.0, highest)
-        out = out / safe[:, None]
-        lse = tl.where(total > 0, (tl.log2(safe) + level) * 0.6931471805599453, float("-inf"))
-        row = lead * n + query
+                far_k, far_v, far_bias = _far_parts(
+                    MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, tl.arange(0, BP), parts, listed, dims, values, d, e, MASS
+                )
+        if HAS_SLOPE:
+            slope = _slope(SLOPE, lead, which, c, per, dims, values, d, e).to(Q.dtype.element_ty)
+            centroid = _row(C, cluster, dims, d)
         if MASS == 2:
             odds = _odds(tl.load(FAR_LSE + cluster), tl.load(NEAR_LSE + cluster))
-            share = tl.where(total > 0, tl.sigmoid(odds), 0.0)
-            out = out * (1 - share)[:, None] + share[:, None] * _row(FAR, cluster, values, e)[None, :]
-            lse += _softplus(odds)
-        if HAS_SLOPE:
-            share = far_total / safe
-            slope = _slope(SLOPE, lead, which, c, per, dims, values, d, e).to(q.dtype)
-            apart = (q.to(tl.float32) - _row(C, cluster, dims, d)[None, :]).to(q.dtype)
-            out += tl.dot(apart, slope, input_precision=PRECISION) * (share * natural_scale)[:, None]
-            tl.store(FAR_SHARE + row, share, mask=real)
-        tl.store(
-            OUT + row[:, None] * e + values[None, :], out.to(OUT.dtype.element_ty),
-            mask=real[:, None] & (values < e)[None, :],
-        )  # fmt: skip
-        tl.store(LSE + row, lse, mask=real)
+        for first_query in range(begin, end, BS):
+            place = first_query + tl.arange(0, BS)
+            real = place < end
+            query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
+            q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
+            highest, total = tl.full((BS,), float("-inf"), tl.float32), tl.zeros((BS,), tl.float32)
+            far_total, out = tl.zeros((BS,), tl.float32), tl.zeros((BS, BE), tl.float32)
+            if HELD:
+                highest, total, out, _, _ = _attend(q, near_k, near_v, near_bias, scale, highest, total, out, PRECISION)
+                if MASS != 2:
+                    highest, total, out, far_total, _ = _attend(
+                        q, far_k, far_v, far_bias, scale, highest, total, out, PRECISION
+                    )
+            else:
+                for first in range(0, t, BT):
+                    k, v, bias = _near_keys(
+                        K, V, NEAR, k_base, v_base, cluster, t, first + tl.arange(0, BT), listed, dims, values, d, e,
+                        skm, svm,
+                    )  # fmt: skip
+                    highest, total, out, _, _ = _attend(q, k, v, bias, scale, highest, total, out, PRECISION)
+                if MASS != 2:
+                    for first in range(0, parts, BP):
+                        k, v, bias = _far_parts(
+                            MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, first + tl.arange(0, BP), parts, listed, dims,
+                            values, d, e, MASS,
+                        )  # fmt: skip
+                        highest, total, out, here, fade = _attend(q, k, v, bias, scale, highest, total, out, PRECISION)
+                        far_total = far_total * fade + here
+            safe = tl.where(total > 0, total, 1.0)
+            level = tl.where(highest == float("-inf"), 0.0, highest)
+            each = 1.0 / safe
+            out = out * each[:, None]
+            lse = tl.where(total > 0, (tl.log2(safe) + level) * 0.6931471805599453, float("-inf"))
+            row = lead * n + query
+            if MASS == 2:
+                share = tl.where(total > 0, tl.sigmoid(odds), 0.0)
+                out = out * (1 - share)[:, None] + share[:, None] * _row(FAR, cluster, values, e)[None, :]
+                lse += _softplus(odds)
+            if HAS_SLOPE:
+                share = far_total * each
+                apart = (q.to(tl.float32) - centroid[None, :]).to(q.dtype)
+                out += tl.dot(apart, slope, input_precision=PRECISION) * (share * natural_scale)[:, None]
+                tl.store(FAR_SHARE + row, share, mask=real)
+            tl.store(
+                OUT + row[:, None] * e + values[None, :], out.to(OUT.dtype.element_ty),
+                mask=real[:, None] & (values < e)[None, :],
+            )  # fmt: skip
+            tl.store(LSE + row, lse, mask=real)
 
 
 @jit
@@ -188,7 +228,7 @@ def forward(
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
     shape = tiling(q, v, clusters, top, reach.parts, 64)
-    taken = turns(first, n, shape["BS"])
+    taken = turns(first, n, shape["BS"] * TILES)
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
@@ -198,6 +238,7 @@ def forward(
         order, taken.listed, out, lse, share),
         (n, taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
         reach.per, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=1, **registers(k, v), **shape,
+        MASS=settings.mass, HAS_SLOPE=pi is not None, HELD=top <= shape["BT"] and reach.parts <= shape["BP"],
+        num_stages=1, **registers(k, v), **shape,
     )  # fmt: skip
     return out, lse, share, found, keys
