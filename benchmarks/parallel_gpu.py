@@ -1,8 +1,10 @@
 """What the tests hold on a CPU, once on a GPU: ranks that share a sequence, packed documents, swapped models.
 
-    python benchmarks/parallel_gpu.py             on one GPU, a minute or so: a line for each check, exit code 1 if one fails
+    python benchmarks/parallel_gpu.py                   on one GPU, a minute or so: a line for each check
     python benchmarks/parallel_gpu.py --only nccl       those whose name has the word
-    python benchmarks/parallel_gpu.py             without a GPU: a rehearsal on gloo, tiny shapes, interpreted kernels
+    python benchmarks/parallel_gpu.py                   without a GPU: a rehearsal, tiny shapes, interpreted kernels
+
+The exit code is 1 when a check fails.
 
 Ranks: nccl has one rank, since there is one GPU; over gloo two and four processes share it, with CUDA tensors. Shares
 are uneven and padded, the last of four ranks holds none. Each rank holds its answers (out, lse, gradients of q, k and
@@ -61,12 +63,13 @@ class Check(NamedTuple):
     bar: float  # the largest value that passes
 
     def __str__(self) -> str:
-        return f"{'ok  ' if self.value <= self.bar else 'FAIL'} {self.name:<66} {self.value:9.1e}  (at most {self.bar:.1e})"
+        verdict = "ok  " if self.value <= self.bar else "FAIL"
+        return f"{verdict} {self.name:<66} {self.value:9.1e}  (at most {self.bar:.1e})"
 
 
 def off(got: Tensor, wanted: Tensor) -> float:
     """Relative, in the Euclidean norm; equal infinities (lse of nothing) count as equal."""
-    if got.shape != wanted.shape:
+    if got.shape != wanted.shape or got.isnan().any():
         return float("inf")
     got, wanted = got.detach().double(), wanted.detach().double()
     apart = torch.where(got == wanted, 0.0, got - wanted).norm()

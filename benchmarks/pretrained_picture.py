@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from table_words import singular
+
 from clusterattn.measure import Row, plots
 
 FIGURES = {  # key -> axis label
@@ -32,7 +34,7 @@ def picture(task: str, rows: list[Row], figures: list[str]) -> bytes:
             for panel, key in zip(line, figures, strict=True):
                 _panel(panel, some, cost, key)
         drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center")
-        drawn.suptitle(f"{task}: {rows[0]['examples']}", size=9.5, color="#555555")
+        drawn.suptitle(singular(f"{task}: {rows[0]['examples']}"), size=9.5, color="#555555")
         return plots.as_png(drawn)
 
 

@@ -123,8 +123,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrained-xquad": pretrained_table("xquad"),
     "pretrained-whisper": pretrained_table("whisper"),
     "pretrained-smollm2": pretrained_table("smollm2-8192"),
-    "pretrained-smollm2-4096": pretrained_table("smollm2-4096"),
-    "pretrained-smollm2-2048": pretrained_table("smollm2-2048"),
     "tabpfn": tabpfn_table("cuda"),
     "tabpfn-cpu": tabpfn_table("cpu"),
     "compare": compare_table("compare"),

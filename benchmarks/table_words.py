@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,7 +45,7 @@ def newest_run(theme: str) -> list[Row]:
 
 
 def commit_of(row: Row) -> str:
-    return str(row["environment"]["commit"]).removesuffix("-dirty")
+    return str(row["environment"]["commit"])
 
 
 @cache
@@ -146,7 +147,12 @@ def origin(found: Sequence[Row], *more: str) -> str:
     words = [machines, f"torch {all_of('torch')}", *more, f"commit {all_of('commit')}", dates]
     old = dict.fromkeys(former()[commit_of(row)] for row in found if is_former(row))
     notes = f" {MARK} {' '.join(old)}" if old else ""
-    return f"\n<sub>{'; '.join(words)}.{notes}</sub>\n"
+    return f"\n<sub>{singular('; '.join(words))}.{notes}</sub>\n"
+
+
+def singular(text: str) -> str:
+    """1 book, where a row says 1 books."""
+    return re.sub(r"\b1 (\w+)s\b", r"1 \1", text)
 
 
 def mark(row: Row) -> str:

@@ -146,9 +146,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
                     taken[name].append(own_time(runs[name]))
             seconds = {name: min(times) for name, times in taken.items()}
             documents = _documents.Documents(tuple(each), tuple(each))
-            groups = _documents.merged(
-                documents, _documents.similar(documents, args.causal), args.causal, q.transpose(0, 1)
-            )
+            groups = _documents.merged(documents, _documents.alike(documents), args.causal, q.transpose(0, 1))
             yield {
                 "theme": "varlen",
                 "method": spec,

@@ -104,7 +104,7 @@ def attention(
     return_lse: bool = False,
     return_state: bool = False,
     **torchs: Any,
-) -> Answer:
+) -> Tensor | tuple[Any, ...]:
     """Attention by clustering, called like SDPA.
 
     Args:

@@ -188,8 +188,7 @@ def with_extras(
     lse: bool,
     keep_state: bool,
 ) -> Call:
-    exact = recipe.name == "exact"
-    if attn_mask is not None and not exact:
+    if attn_mask is not None and not recipe.takes_bias:
         raise bad_value(
             "no attn_mask: clustering cannot honour a dense mask or an additive bias",
             f"attn_mask {tuple(attn_mask.shape)}",
@@ -197,7 +196,7 @@ def with_extras(
         )
     if not 0.0 <= dropout_p < 1.0:
         raise bad_value("dropout_p in [0, 1)", dropout_p, "dropout_p=0.0")
-    if dropout_p > 0.0 and not exact:
+    if dropout_p > 0.0 and not recipe.takes_bias:
         raise bad_value(
             f"dropout_p=0.0: {type(recipe).__name__} never holds the weights that dropout would thin out",
             dropout_p,
@@ -207,7 +206,7 @@ def with_extras(
         raise bad_value(
             "a method with state (Routing, ClusterFormer)", type(recipe).__name__, "leaving out state and return_state"
         )
-    if call.points is not None and recipe.name != "clusterformer":
+    if call.points is not None and not recipe.takes_points:
         raise bad_value("points only with method=ClusterFormer", type(recipe).__name__, "leaving out points")
     if attn_mask is not None:
         try:

@@ -1,14 +1,13 @@
 """Packed sequences: documents of many lengths in one row, answered in a few calls and with little padding.
 
-Documents of similar length share a batch, padded to the longest of them: every method, verb and kernel serves it as it
-is. How similar is a matter of cost: a batch more, or so many tokens of padding. Documents that are answered exactly are
-never padded. One index moves the tokens there, and back.
+Documents of equal length share a batch: every method, verb and kernel serves it as it is. So do neighbours in length,
+padded to the longest of them, where that costs less than one more call. Documents that are answered exactly are never
+padded. One index moves the tokens there, and back.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,6 @@ from .methods import Auto, Exact
 from .methods.budgets import Shape
 from .methods.exact import attend_packed, packs, plain
 
-FEW = 64  # documents of up to so many tokens are of similar length
-STEP = 1.25  # so are others, where the longest has less than so many times the tokens of the shortest
 CALL = {"cpu": 512, "cuda": 65536}  # a call costs about as much as answering for so many tokens of one head
 
 Group = tuple[int, ...]  # documents
@@ -96,7 +93,7 @@ def of_rows(
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
     points = None if call.points is None else call.points.flatten(0, 1)
     found = by_document(attention, recipe, q, k, v, documents, causal, call.lse, points, more)
-    parts = tuple(_split(x, b, n) for x in found)
+    parts = tuple(_split(x, b) for x in found)
     return parts if call.lse else parts[0]
 
 
@@ -109,26 +106,27 @@ def by_document(
     points (tokens x) go where the queries go. ``more`` goes to every call of ``attention``.
     """
     aligned = causal or recipe.positional
-    recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, similar(documents, aligned))
+    recipe, exact, groups = _chosen(recipe, q, k, v, documents, causal, alike(documents))
     square = not causal or all(documents.queries[i] == documents.keys[i] for i in exact)
     packed = square and not lse and packs(q, v, more["dropout_p"])
     places = places_for(documents, exact, merged(documents, groups, aligned, q), packed, q)
-    q, k, v = places.queries(q), places.keys(k), places.keys(v)
-    points = None if points is None else places.queries(points.unsqueeze(0))
+    parts = zip(places.batches, places.queries(q), places.keys(k), places.keys(v), strict=False)
+    of_points = None if points is None else places.queries(points.unsqueeze(0))
     answers: list[tuple[Tensor, ...]] = []
-    for batch in places.batches:
+    for at, (batch, its_q, its_k, its_v) in enumerate(parts):
         if batch.starts is not None:
-            parts = q[:, batch.queries], k[:, batch.keys], v[:, batch.keys]
-            answers.append((attend_packed(*parts, batch.starts, documents.longest, causal, more["scale"]),))
+            one = attend_packed(its_q, its_k, its_v, batch.starts, documents.longest, causal, more["scale"])
+            answers.append((one,))
             continue
-        rows = batch.rows(q, batch.queries), batch.rows(k, batch.keys), batch.rows(v, batch.keys)
+        many = batch.documents
+        rows = _split(its_q, many), _split(its_k, many), _split(its_v, many)
         if batch.exact and square and not lse and rows[1].shape[2]:
             answer = plain(*rows, causal, more["scale"], more["dropout_p"])
         else:
             answer = attention(
                 *rows, method=Exact() if batch.exact else recipe, causal=causal, return_lse=lse,
                 key_mask=batch.key_mask, query_mask=batch.query_mask,
-                points=None if points is None else batch.rows(points, batch.queries).squeeze(1), **more,
+                points=None if of_points is None else _split(of_points[at], many).squeeze(1), **more,
             )  # fmt: skip
         answers.append(tuple(x.transpose(0, 1).flatten(1, 2) for x in (answer if lse else (answer,))))
     return tuple(places.join(parts) for parts in zip(*answers, strict=True))
@@ -151,14 +149,17 @@ def _chosen(
         n, m = (max(length, 1) for length in longest)
         return recipe.at(n, m, d, e, causal=causal, group=group), (), groups
 
-    def is_exact(these: Group) -> bool:
-        n, m = max(documents.queries[i] for i in these), max(documents.keys[i] for i in these)
-        shape = Shape(n, m, d, e, causal, group)
-        return isinstance(recipe.choose(q.device, q.dtype, len(these) * h, shape), Exact)
-
-    few = [these for these in groups if is_exact(these)]
     sized = recipe.refined(Shape(max(longest[0], 1), max(longest[1], 1), d, e, causal, group))
-    return sized, tuple(sorted(itertools.chain(*few))), [these for these in groups if these not in few]
+    key = (recipe, q.device, q.dtype, h, d, e, causal, group)
+    if key not in documents.made:
+        rows, few = 0, set()
+        for these in reversed(groups):
+            rows += len(these) * h  # those that are at least as long would share its batch, or pay more for one
+            shape = Shape(*documents.sizes[these[0]], d, e, causal, group)
+            if isinstance(recipe.choose(q.device, q.dtype, rows, shape), Exact):
+                few.add(these)
+        documents.made[key] = tuple(sorted(itertools.chain(*few))), [these for these in groups if these not in few]
+    return sized, *documents.made[key]
 
 
 # ---------------------------------------------------------------------------------------------------- layout
@@ -169,16 +170,12 @@ class Batch:
     """Documents that are answered in one call."""
 
     documents: int  # how many
-    queries: slice  # their slots
-    keys: slice
+    queries: int  # their slots, padding included
+    keys: int
     exact: bool
     query_mask: Tensor | None = None  # (b n); None: there is no padding
     key_mask: Tensor | None = None
     starts: tuple[Tensor, Tensor] | None = None  # (documents + 1,) int32, where they lie one behind the other
-
-    def rows(self, x: Tensor, slots: slice) -> Tensor:
-        """(h slots d) -> (b h n d), a view: a row for each document."""
-        return _split(x[:, slots], self.documents, (slots.stop - slots.start) // self.documents)
 
 
 @dataclass(frozen=True)
@@ -190,12 +187,12 @@ class Places:
     key_slots: Tensor | None
     totals: tuple[int, int]  # how many there are for queries and for keys
 
-    def queries(self, x: Tensor) -> Tensor:
-        """(h tokens d) -> (h slots d), 0 in the padding."""
-        return _placed(x, self.query_slots, self.totals[0])
+    def queries(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(h tokens d) -> (h slots d) of every batch, 0 in the padding."""
+        return _placed(x, self.query_slots, self.totals[0], [batch.queries for batch in self.batches])
 
-    def keys(self, x: Tensor) -> Tensor:
-        return _placed(x, self.key_slots, self.totals[1])
+    def keys(self, x: Tensor) -> tuple[Tensor, ...]:
+        return _placed(x, self.key_slots, self.totals[1], [batch.keys for batch in self.batches])
 
     def join(self, answers: tuple[Tensor, ...]) -> Tensor:
         """What the batches answer, (h slots ...), token by token again."""
@@ -203,44 +200,43 @@ class Places:
         return whole if self.query_slots is None else whole.index_select(1, self.query_slots)
 
 
-def _split(x: Tensor, rows: int, n: int) -> Tensor:
+def _split(x: Tensor, rows: int) -> Tensor:
     """(h rows·n ...) -> (rows h n ...), a view."""
-    return x.view(x.shape[0], rows, n, *x.shape[2:]).transpose(0, 1)
+    return x.view(x.shape[0], rows, x.shape[1] // rows, *x.shape[2:]).transpose(0, 1)
 
 
-def _placed(x: Tensor, slots: Tensor | None, total: int) -> Tensor:
-    return x if slots is None else x.new_zeros(x.shape[0], total, x.shape[2]).index_copy(1, slots, x)
+def _placed(x: Tensor, slots: Tensor | None, total: int, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Cut up once: the gradient of so many slices would be as many tensors of the whole length, added up."""
+    placed = x if slots is None else x.new_zeros(x.shape[0], total, x.shape[2]).index_copy(1, slots, x)
+    return torch.split(placed, [*sizes, total - sum(sizes)], 1)  # the rest: keys that no query asks
 
 
-def similar(documents: Documents, aligned: bool) -> list[Group]:
-    """Groups of documents of similar length. Those without queries or without keys are in none.
-
-    aligned: it matters beside which key a query stands. A padded row keeps that where all its documents have equally
-    many keys more than queries.
-    """
-    if aligned not in documents.made:
-        alike: dict[tuple[int, int, int], list[int]] = {}
+def alike(documents: Documents) -> list[Group]:
+    """Groups of documents of equal length, from short to long. Those without queries or without keys are in none."""
+    if "alike" not in documents.made:
+        groups: dict[tuple[int, int], list[int]] = {}
         for i, (n, m) in enumerate(documents.sizes):
             if n and m:
-                alike.setdefault((_rung(n), _rung(m), m - n if aligned else 0), []).append(i)
-        documents.made[aligned] = [tuple(alike[key]) for key in sorted(alike)]
-    found: list[Group] = documents.made[aligned]
+                groups.setdefault((n, m), []).append(i)
+        by_size = sorted(groups, key=lambda size: (sum(size), size))
+        documents.made["alike"] = [tuple(groups[size]) for size in by_size]
+    found: list[Group] = documents.made["alike"]
     return found
-
-
-def _rung(length: int) -> int:
-    return max(math.ceil(math.log(length / FEW, STEP)), 0)
 
 
 def merged(documents: Documents, groups: list[Group], aligned: bool, q: Tensor) -> list[Group]:
     """Neighbours among the groups share a batch where padding costs less than one more call: of all ways to cut the row
-    of groups, from short to long, the one that costs least."""
+    of groups, from short to long, the one that costs least.
+
+    aligned: it matters beside which key a query stands. A padded row keeps that where all its documents have equally
+    many keys more than queries.
+    """
     call = CALL.get(q.device.type, CALL["cuda"]) / q.shape[0]
     key = (tuple(groups), aligned, call)
     if key not in documents.made:
         kinds: dict[int, list[Group]] = {}
         for group in groups:
-            n, m = documents.queries[group[0]], documents.keys[group[0]]
+            n, m = documents.sizes[group[0]]
             kinds.setdefault(m - n if aligned else 0, []).append(group)
         documents.made[key] = [each for kind in kinds.values() for each in _cut(documents, kind, call)]
     found: list[Group] = documents.made[key]
@@ -248,21 +244,19 @@ def merged(documents: Documents, groups: list[Group], aligned: bool, q: Tensor) 
 
 
 def _cut(documents: Documents, groups: list[Group], call: float) -> list[Group]:
-    sizes = [(max(documents.queries[i] for i in g), max(documents.keys[i] for i in g)) for g in groups]
-    row = sorted(zip(sizes, groups, strict=True), key=lambda each: (sum(each[0]), each))
+    """A batch is priced by the longest up to its end, which in cross-attention may be longer than its own. So the last
+    batch of a longer row never begins before that of a shorter one, and few ways have to be looked at."""
+    sizes = (documents.sizes[group[0]] for group in groups)
+    longest = itertools.accumulate(sizes, lambda before, one: (max(before[0], one[0]), max(before[1], one[1])))
+    counts = list(itertools.accumulate((len(g) for g in groups), initial=0))
     best: list[tuple[float, int]] = [(0.0, 0)]  # of the first groups: the least cost, and where their last batch begins
-    for end in range(1, len(row) + 1):
-        n = m = many = 0
-        ways = []
-        for begin in reversed(range(end)):
-            (its_n, its_m), group = row[begin]
-            n, m, many = max(n, its_n), max(m, its_m), many + len(group)
-            ways.append((best[begin][0] + call + many * (n + m) / 2, begin))
-        best.append(min(ways))
-    batches, end = [], len(row)
+    for end, (n, m) in enumerate(longest, 1):
+        ways = range(best[-1][1], end)
+        best.append(min((best[at][0] + call + (counts[end] - counts[at]) * (n + m) / 2, at) for at in ways))
+    batches, end = [], len(groups)
     while end:
         begin = best[end][1]
-        batches.append(tuple(i for _, group in row[begin:end] for i in group))
+        batches.append(tuple(i for group in groups[begin:end] for i in group))
         end = begin
     return batches
 
@@ -298,7 +292,7 @@ def _places_for(documents: Documents, exact: Group, groups: list[Group], packed:
             n_at, m_at = (n_at + sizes[i][0], m_at + sizes[i][1]) if dense else (n_at + n, m_at + m)
         masks = (None, None) if dense else (_real(lengths, 0, device), _real(lengths, 1, device))
         starts = (_starts(lengths, 0, device), _starts(lengths, 1, device)) if dense else None
-        slots = slice(begin[0], n_at), slice(begin[1], m_at)
+        slots = n_at - begin[0], m_at - begin[1]
         batches.append(Batch(len(group), *slots, len(batches) < len(unpadded), *masks, starts))
     begin = n_at, m_at
     for i, (n, m) in enumerate(sizes):
@@ -306,7 +300,7 @@ def _places_for(documents: Documents, exact: Group, groups: list[Group], packed:
             first[i] = n_at, m_at
             n_at, m_at = n_at + n, m_at + m
     if n_at > begin[0] or not batches:  # they see nothing
-        batches.append(Batch(1, slice(begin[0], n_at), slice(m_at, m_at), exact=True))
+        batches.append(Batch(1, n_at - begin[0], 0, exact=True))
     query_slots = _slots(documents.queries, [first[i][0] for i in range(len(sizes))], documents.query_at, device)
     key_slots = _slots(documents.keys, [first[i][1] for i in range(len(sizes))], documents.key_at, device)
     return Places(tuple(batches), query_slots, key_slots, (n_at, m_at))

@@ -193,6 +193,9 @@ class Method:
     name: ClassVar[str]
     causality: ClassVar[str] = "no"  # "strict", "value" or "no"; see docs/laws.md
     self_only: ClassVar[bool] = False  # needs as many keys as queries
+    shared_qk: ClassVar[bool] = False  # keys are the queries: it does not use k
+    takes_bias: ClassVar[bool] = False  # it holds the weights: dense masks, additive biases and dropout are honoured
+    takes_points: ClassVar[bool] = False  # groups by hidden states, where they are given
     stateful: ClassVar[bool] = False
     positional: ClassVar[bool] = False  # does it matter beside which key a query stands, also when not causal?
     groups_type: ClassVar[type | None] = None  # what group() makes: Clusters, Buckets or nothing

@@ -60,10 +60,9 @@ def varlen_attention(
         points: for ClusterFormer: (tokens x)
         return_lse: also return lse (h tokens), as flash-attention has it
 
-    Nothing is padded to the longest document of all. Documents of similar length share a batch that is padded to its
-    own longest and answered in one call, as many of them as makes padding and calls together cost least; documents that
-    are answered exactly are not padded. In causal cross-attention, and with ``Local``, documents share a batch only
-    where they have equally many keys more than queries.
+    Documents of equal length share a call. So do neighbours in length, padded to the longest of them, where the padding
+    costs less than one more call; those that are answered exactly are never padded. In causal cross-attention, and with
+    ``Local``, documents share a call only where they have equally many keys more than queries.
 
     The host has to know the lengths: cu_seqlens on a GPU is read once, and remembered for as long as the tensor lives
     and is not written to (inference tensors: read in every call). On the CPU it costs no wait. Compiled, the whole call

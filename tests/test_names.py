@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,34 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     assert {name: found for name, found in places.items() if len(found) > 1 and name not in LEFT_CLASSES} == {}
+
+
+def test_no_function_shadows_its_module() -> None:
+    """``from .swap import swap`` in a package: its module could no longer be reached by its name."""
+    shadowed = [
+        f"{path}: {node.module}"
+        for path, tree in TREES.items()
+        if path.endswith("/__init__.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for each in node.names
+        if (each.asname or each.name) == node.module
+    ]
+    assert shadowed == []
+
+
+def test_what_a_method_can_do_is_not_asked_by_its_name() -> None:
+    """But declared on its class: whoever adds a method need not look for its name elsewhere."""
+    asked = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in TREES.items()
+        if path.startswith(("clusterattn/nn/", "clusterattn/measure/", "clusterattn/_"))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and re.search(r"(method|recipe)\.name\b", ast.unparse(node.left))
+        and not any(isinstance(each, ast.Name) for each in node.comparators)  # a list of what to show is no question
+    ]
+    assert asked == []
 
 
 def identifiers(tree: ast.AST) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from pages import PAGES, ROOT, anchors, blocks, script
 
 import clusterattn as ca
+from clusterattn.measure import read
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -168,6 +169,18 @@ def test_a_row_counts_multiply_adds_as_the_code_does_or_is_known_to_be_of_a_form
         if words.out_of_date(row) and not words.is_former(row)
     }
     assert wrong == set(), f"measure anew, or name {words.FORMER}'s commit and what has changed"
+
+
+@WITH_RESULTS
+def test_no_row_is_of_code_that_was_never_committed() -> None:
+    """Nobody could repeat it."""
+    dirty = [
+        f"{path.name}: line {number}"
+        for path in sorted((ROOT / "results").glob("*.jsonl"))
+        for number, row in enumerate(read(path), start=1)
+        if str(row.get("environment", {}).get("commit")).endswith("-dirty")
+    ]
+    assert dirty == [], "measure at a commit, in a tree without changes"
 
 
 @WITH_RESULTS

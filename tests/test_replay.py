@@ -96,6 +96,26 @@ def test_seeds_and_other_layouts_of_a_gradient():
 
 
 @kernels
+def test_autocast_does_not_look_at_a_replay():
+    """The metric of a causal call is a product of torch's own, in fp32 whatever autocast is there for."""
+    method = "refined:clusters=4,top=4,parts=1,slope=false,steps=2,block=8"
+    x = [each.half() for each in tensors(6)]
+    leaves = [each.clone().requires_grad_() for each in x]
+
+    def both() -> list[Tensor]:
+        with torch.autocast(DEVICE, torch.float16):
+            out = ca.attention(*leaves, method=method, causal=True, backend="triton")
+            return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    _replay.replay(False)
+    want = both()
+    _replay.replay(True)
+    for turn in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(both(), want, strict=True)), turn
+    assert the_kind().joint
+
+
+@kernels
 def test_lse_has_a_gradient_too():
     x = tensors(3)
 

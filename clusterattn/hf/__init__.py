@@ -12,8 +12,8 @@ except ModuleNotFoundError as _missing:
 
 from .._layer_call import LayerCall
 from .._report import LayerRow, Report
-from .observe import observe
+from .observing import observe
 from .register import NAME
-from .swap import layers, restore, swap
+from .swapping import layers, restore, swap
 
 __all__ = ["NAME", "LayerCall", "Report", "LayerRow", "layers", "observe", "restore", "swap"]

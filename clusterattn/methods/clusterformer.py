@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class ClusterFormer(Method):
     name: ClassVar[str] = "clusterformer"
     causality: ClassVar[str] = "value"
     self_only: ClassVar[bool] = True
+    takes_points: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     groups_type: ClassVar[type | None] = Buckets
 
@@ -120,11 +121,13 @@ class ClusterFormer(Method):
         b, h, n, _ = q.shape
         valid = seated(q, call)
         real = valid.sum(-1)
-        points = self._points(q, call, valid)
+        points = self._points(q, call, valid).contiguous()  # heads apart: else every product below copies them
         if self.trains == "centroids":
             points = points.detach()
         centroids, alive = self._centroids(points, valid, call)
-        alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
+        recorded = torch.is_grad_enabled() and (points.requires_grad or self.balance > 0)
+        with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
+            alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
         labels = self._labels(alike, alive)  # (b g n), eq. 4
         order = tables.valid_first(labels, valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
@@ -241,13 +244,11 @@ class ClusterFormer(Method):
         alive: Tensor, counted: Tensor | None,
     ) -> ClusterFormerState:  # fmt: skip
         b, g, c, _ = centroids.shape
-        share = alike.softmax(-1) if counted is None else alike.softmax(-1) * counted
-
-        def summed(weights: Tensor) -> Tensor:
-            """Σ_j weights_cj P_j, of unit vectors where φ is the cosine: (b g c y)."""
-            return wide((weights if lengths is None else weights * lengths).to(points.dtype) @ points)
-
-        new = self._unit(summed(share))  # eq. 3
+        if alike.requires_grad or not centroids.requires_grad:
+            updated = summed(share_of(alike, counted), lengths, points)
+        else:
+            updated = _Updated.apply(centroids, alike, self.sharpness, counted, lengths, points)  # type: ignore[no-untyped-call]
+        new = self._unit(updated)  # eq. 3
         marked = labels.masked_fill(~valid.unsqueeze(1), -1)
         kept = new.transpose(1, 2).flatten(2)
         if not torch.is_grad_enabled():
@@ -258,7 +259,7 @@ class ClusterFormer(Method):
         real = valid.sum(-1).clamp(min=1).unsqueeze(1)
         if self.mu:  # Σ_j φ(P_j, Ĉ of j's cluster) = Σ_c φ(Ĉ_c, Σ of its members): nothing as large as P
             members = marked.unsqueeze(2) == torch.arange(c, device=labels.device).view(-1, 1)
-            close = (compared * summed(members.to(alike.dtype))).sum((-1, -2)) / real
+            close = (compared * summed(members.to(alike.dtype), lengths, points)).sum((-1, -2)) / real
             clustering = -close.sum() * of_batch
         if self.nu:
             beside = (compared * compared.roll(1, 2)).sum(-1).mean(-1)
@@ -277,6 +278,44 @@ CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
     "compare": ("updated", "given"), "trains": ("centroids", "map", "all"),
 }  # fmt: skip
+
+
+def share_of(alike: Tensor, counted: Tensor | None) -> Tensor:
+    """U (eq. 2), 0 for padding and for centroids that are not alive."""
+    return alike.softmax(-1) if counted is None else alike.softmax(-1) * counted
+
+
+def summed(weights: Tensor, lengths: Tensor | None, points: Tensor) -> Tensor:
+    """Σ_j weights_cj P_j (b g c y); of unit vectors where ``lengths``, one over theirs, are given."""
+    return wide((weights if lengths is None else weights * lengths).to(points.dtype) @ points)
+
+
+class _Updated(torch.autograd.Function):
+    """U P of eq. 3 where the centroids alone are trained: what the backward needs of U (b g c n) is made anew there, so
+    that nothing larger than the points is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, centroids: Tensor, alike: Tensor, sharpness: float, counted: Tensor | None, lengths: Tensor | None,
+        points: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(centroids, counted, lengths, points)
+        ctx.sharpness = sharpness
+        return summed(share_of(alike, counted), lengths, points)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        centroids, counted, lengths, points = ctx.saved_tensors
+        factor = ctx.sharpness if lengths is None else lengths * ctx.sharpness
+        alike = wide(centroids.to(points.dtype) @ points.mT) * factor
+        if counted is not None:
+            alike = alike.masked_fill(~counted.any(2, keepdim=True), torch.finfo(alike.dtype).min / 4)
+        share = alike.softmax(-1)
+        wanted = wide(grad.to(points.dtype) @ points.mT)
+        wanted = wanted if lengths is None else wanted * lengths
+        wanted = wanted if counted is None else wanted * counted
+        inner = share * (wanted - (wanted * share).sum(-1, keepdim=True))
+        return ((inner * factor).to(points.dtype) @ points).to(centroids.dtype), None, None, None, None, None
 
 
 def _full(call: Call) -> bool:

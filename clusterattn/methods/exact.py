@@ -19,6 +19,7 @@ from ..ops.merge import NEVER
 class Exact(Method):
     name: ClassVar[str] = "exact"
     causality: ClassVar[str] = "strict"
+    takes_bias: ClassVar[bool] = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         if call.lse and call.attn_mask is None and call.dropout_p == 0.0:

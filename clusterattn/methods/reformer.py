@@ -29,6 +29,7 @@ class Reformer(Method):
     name: ClassVar[str] = "reformer"
     causality: ClassVar[str] = "value"
     self_only: ClassVar[bool] = True
+    shared_qk: ClassVar[bool] = True
     groups_type: ClassVar[type | None] = Buckets
 
     rounds: int = 4

@@ -4,7 +4,7 @@ from .attention import MultiheadAttention
 from .clusterformer import ClusterFormerEncoder, ClusterFormerLayer, ClusterFormerLosses, ClusterMap
 from .decoder import COMMITMENT, Decoder, DecoderLayer
 from .encoder import Encoder, EncoderLayer
-from .swap import restore, swap
+from .swapping import restore, swap
 from .watch import Grouping, warn_if_collapsed, watched
 
 __all__ = [

@@ -120,7 +120,7 @@ class MultiheadAttention(nn.Module):
         self.method = as_method(method)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, heads, embed_dim // heads
         self.batch_first, self.causal, self.seed = batch_first, causal, seed
-        self.shared_qk = shared_qk = shared_qk or self.method.name == "reformer"
+        self.shared_qk = shared_qk = shared_qk or self.method.shared_qk
         if shared_qk and (kv_heads != heads or kdim not in (None, embed_dim)):
             got, advice = (
                 f"kv_heads={kv_heads}, kdim={kdim}",

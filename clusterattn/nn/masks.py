@@ -33,17 +33,16 @@ def dense(
     The plain causal mask becomes ``causal=True``. Only Exact can take any other.
     """
     b, h, n, m = shape
-    exact = method.name == "exact"
     if tuple(given.shape) not in ((n, m), (b * h, n, m)):
         raise bad_value(f"attn_mask ({n} {m}) or ({b * h} {n} {m})", tuple(given.shape), "key_padding_mask for padding")
     if given.dtype != torch.bool and not given.is_floating_point():
         raise bad_type("attn_mask bool (True = hidden), or a float bias", given.dtype, "attn_mask.bool()")
-    if is_causal or (causal and not exact):
+    if is_causal or (causal and not method.takes_bias):
         wanted = "the plain causal mask where attention is causal"
         error = bad_value(wanted, "another attn_mask", "method=ca.Exact() without is_causal")
         _must((given == _causal_mask(n, m, given)).all(), error)
         return None, True
-    if not exact:
+    if not method.takes_bias:
         raise bad_value(
             f"no attn_mask: {type(method).__name__} cannot honour a dense mask or an additive bias",
             f"attn_mask {tuple(given.shape)}",

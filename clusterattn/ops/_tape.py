@@ -13,7 +13,7 @@ numbers of torch's own, a tensor that came from nowhere. Seeds are the exception
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._chunks import no_autocast
 from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
 from ._places import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Place, Where, given, result, strides_of
 
@@ -321,7 +322,10 @@ class Half:
 
     def play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:
         """The outputs, and what is kept. ``kept``: of the forward half, None where this is it."""
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        assert inputs[0] is not None  # q, which is always there
+        # Operators were written down as autocast left them: it must not look at them again.
+        casting = torch._C._is_any_autocast_enabled()
+        with no_autocast(inputs[0]) if casting else nullcontext(), torch._C._AutoDispatchBelowADInplaceOrView():
             return self._play(inputs, seed, kept)
 
     def _play(self, inputs: Sequence[Tensor | None], seed: int, kept: Kept | None) -> tuple[list[Tensor], Kept]:

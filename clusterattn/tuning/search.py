@@ -312,7 +312,7 @@ class Search:
     def plan(
         self, choice: Mapping[str, LayerPlan], error: float, seconds: Mapping[str, float], slower: bool, name: str
     ) -> Plan:
-        text, transformers = need("clusterattn.hf.swap", "hf").text, need("transformers", "hf")
+        text, transformers = need("clusterattn.hf.swapping", "hf").text, need("transformers", "hf")
         rows = []
         for layer_name in self.bench.names:
             layer = self.layers.get(layer_name)

@@ -19,7 +19,7 @@ from clusterattn import _documents
 from clusterattn.methods.budgets import Shape
 from clusterattn.methods.exact import packs
 
-LENGTHS = [5, 12, 1, 0, 12, 3, 70, 64, 78]  # up to 64 share a batch; 70 and 78 another
+LENGTHS = [5, 12, 1, 0, 12, 3, 70, 64, 78]  # which share a batch or two
 REFINED = laws.BY_NAME["refined-both"].method
 CAUSAL = laws.BY_NAME["refined"].method
 
@@ -111,6 +111,30 @@ def test_documents_of_equal_length_are_a_batch_to_the_bit(case: Case) -> None:
         same_bits(got, wanted)
         grads = [grad.transpose(1, 2).flatten(0, 1) for grad in gradients(wanted, batch)]
         same_bits(gradients(got, x), grads)
+
+
+@pytest.mark.parametrize("name", ["refined-both", "improved", "smyrf"])
+def test_64_documents_answer_to_the_bit_where_the_arithmetic_is_the_same(name: str) -> None:
+    """10 to 8 000 tokens: those that share a batch with none but their equals are not padded, and answer and learn in
+    the bits of a loop. (Rows are of 64 bytes: a product's bits may depend on where in a cache line its rows begin.)"""
+    lengths = [round(10 * 800 ** (step / 15)) for step in range(16)] * 4
+    lengths = [lengths[i] for i in torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    x = laws.draw(b=1, h=1, hk=1, n=sum(lengths), m=sum(lengths), d=16, e=16, dtype=torch.float32)
+    x = Inputs(*(t[0].transpose(0, 1) for t in x.tensors)).leaves()
+    method, at = laws.BY_NAME[name].method, starts(lengths)
+    got = ca.varlen_attention(*x.tensors, at, method=method, return_lse=True)
+    wanted = loop(x, at, method=method)
+    grads = [*zip(gradients(got, x), gradients(wanted, x), strict=True)]
+    close(got, wanted)
+    documents = _documents.Documents(tuple(lengths), tuple(lengths))
+    batches = _documents.merged(documents, _documents.alike(documents), False, x.q.transpose(0, 1))
+    same = {i for batch in batches if len({lengths[i] for i in batch}) == 1 for i in batch}
+    assert 24 <= len(same) < 64
+    for i in same:
+        tokens = slice(*at[i : i + 2].tolist())
+        same_bits((got[0][tokens], got[1][:, tokens]), (wanted[0][tokens], wanted[1][:, tokens]))
+        for one, other in grads:
+            same_bits(one[tokens], other[tokens])
 
 
 def test_sizes_that_are_left_open_come_from_the_longest() -> None:
@@ -326,19 +350,24 @@ def slots(groups: list[tuple[int, ...]], lengths: list[int]) -> int:
     return sum(len(group) * max(lengths[i] for i in group) for group in groups)
 
 
-def test_similar_documents_are_padded_by_less_than_a_quarter() -> None:
-    lengths = torch.randint(65, 8000, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    groups = _documents.similar(_documents.Documents(tuple(lengths), tuple(lengths)), aligned=True)
-    assert slots(groups, lengths) < 1.25 * sum(lengths)
-    assert all(max(lengths[i] for i in group) < 1.25 * min(lengths[i] for i in group) for group in groups)
-    assert sorted(i for group in groups for i in group) == list(range(64))
+def test_documents_of_other_lengths_are_padded_only_where_a_call_costs_more() -> None:
+    lengths = torch.randint(65, 8000, (64,), generator=torch.Generator().manual_seed(0)).tolist() * 2
+    documents = _documents.Documents(tuple(lengths), tuple(lengths))
+    groups = _documents.alike(documents)
+    assert sorted(i for group in groups for i in group) == list(range(128))
+    assert all(len({lengths[i] for i in group}) == 1 for group in groups)
+    for heads in (1, 4, 32):
+        call = _documents.CALL["cpu"] / heads
+        for batch in _documents.merged(documents, groups, True, torch.empty(heads, 0, 1)):
+            apart = sorted({lengths[i] for i in batch})
+            assert slots([batch], lengths) <= sum(lengths[i] for i in batch) + call * (len(apart) - 1)
 
 
 @hypothesis.given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(1, 8))
 def test_batches_cost_least(lengths: list[int], heads: int) -> None:
-    """Of all cuts of the row of similar documents, in tokens and calls."""
+    """Of all cuts of the row of documents, in tokens and calls."""
     documents = _documents.Documents(tuple(lengths), tuple(lengths))
-    row = sorted(_documents.similar(documents, aligned=False), key=lambda group: max(lengths[i] for i in group))[:9]
+    row = _documents.alike(documents)[:9]
     q = torch.empty(heads, 0, 1)
     got = _documents.merged(documents, row, False, q)
     call = _documents.CALL["cpu"] / heads

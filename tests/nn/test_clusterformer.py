@@ -120,6 +120,44 @@ def test_trains_says_how_far_the_losses_reach(trains: str, reached: int) -> None
     assert moved == [True] * reached + [False] * (3 - reached)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"similarity": "inner"}, {"scope": "shared", "sharpness": 5.0}, {"spread": True}]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_centroids_have_one_gradient_whatever_else_is_trained(settings: dict[str, Any], padded: bool) -> None:
+    """Trained alone, theirs is written out (shares are made anew in the backward); else it is autograd's."""
+    x = draw(n=22, m=22, h=4, hk=4)
+    g = torch.Generator().manual_seed(2)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
+    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(22) < torch.tensor([[22], [13]]) if padded else None
+    found = []
+    for trains in ("centroids", "all"):
+        method = ca.ClusterFormer(clusters=3, trains=trains, **settings)
+        more = {"key_mask": mask, "query_mask": mask}
+        _, state = x.attend(method, points=points, state=start, return_state=True, **more)
+        total = state.clustering_loss + state.sorting_loss + state.centroids.sin().sum()
+        found += torch.autograd.grad(total, start)
+    close(*found)
+
+
+def test_losses_that_train_the_centroids_keep_no_more_than_the_points() -> None:
+    n, dim = 400, 32  # 20 clusters: as many shares in each head as features
+    x = draw(b=1, n=n, m=n, h=4, hk=4)
+    points = torch.randn(1, n, dim, dtype=torch.float64)
+    start = torch.randn(20, dim, dtype=torch.float64).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        _, state = x.attend(ca.ClusterFormer(clusters=20), points=points, state=start, return_state=True)
+    assert state.clustering_loss.requires_grad
+    assert sum(kept.values()) < 1.6 * n * dim * points.element_size()  # and a few tensors of the centroids' size
+
+
 def test_without_gradients_no_losses_are_computed() -> None:
     x = draw(n=22, m=22)
     with torch.no_grad():

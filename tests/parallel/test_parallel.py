@@ -105,6 +105,15 @@ def test_three_ranks_answer_as_one() -> None:
     compare(run(many, 3, cases), cases)
 
 
+@pytest.mark.parametrize("world", [1, 5])
+def test_any_number_of_ranks(world: int) -> None:
+    """Some of which hold no queries, no keys or nothing."""
+    lengths = ([41], [77]) if world == 1 else ([20, 0, 1, 0, 20], [0, 30, 1, 0, 46])
+    cases = {name: case(METHODS[name], lengths, (4, 2)) for name in ("clustered", "improved", "refined")}
+    cases["refined, masks"] = case(METHODS["refined"], lengths, **masks((lengths[0], [0, *lengths[1]])))
+    compare(run(many, world, cases), cases)
+
+
 # ---------------------------------------------------------------------------------------------------- the protocol
 
 
@@ -134,6 +143,19 @@ def protocol(rank: int, world: int) -> dict[str, Any]:
     found["other method"] = complaint(lambda: call(q, k, v, method=("improved", "clustered")[rank]))
     found["other width"] = complaint(lambda: call(q, k, v[..., : 4 + rank]))
     found["other dtype"] = complaint(lambda: call(*(x.to((torch.float32, torch.float64)[rank]) for x in (q, k, v))))
+    one_head, one_row = [x[:, : 2 - rank] for x in (q, k, v)], [x[: 2 - rank] for x in (q, k, v)]
+    less, learns = [q[..., : 8 - rank], k[..., : 8 - rank], v], q.clone().requires_grad_(rank == 0)
+    found["other calls"] = {
+        "query heads": complaint(lambda: call(*one_head)),
+        "batch": complaint(lambda: call(*one_row)),
+        "d": complaint(lambda: call(*less)),
+        "scale": complaint(lambda: call(q, k, v, scale=0.5 + rank)),
+        "seed": complaint(lambda: call(q, k, v, seed=rank)),
+        "return_lse": complaint(lambda: call(q, k, v, return_lse=rank == 0)),
+        "which of q, k and v want gradients": complaint(lambda: call(learns, k, v)),
+        "backend": complaint(lambda: call(q, k, v, backend=("auto", "reference")[rank])),
+        "number of streams": complaint(lambda: call(q, k, v, query_streams=[[40], [20, 20]][rank])),
+    }
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
     square = torch.distributed.device_mesh.init_device_mesh("cpu", (world, 1))
     found["square mesh"] = complaint(lambda: call(q, k, v, group=square))
@@ -176,6 +198,8 @@ def test_refusals_name_what_is_wrong(two: list[dict[str, Any]]) -> None:
         assert "the same e on every rank" in found["other width"]
         assert "the same dtype on every rank" in found["other dtype"]
         assert "rank 1" in found["other method"]
+        for name, said in found["other calls"].items():
+            assert f"the same {name} on every rank" in said, said
         assert "a DeviceMesh of one dimension" in found["square mesh"]
 
 
@@ -208,16 +232,20 @@ def test_traffic_does_not_grow_with_the_length(two: list[dict[str, Any]]) -> Non
         assert short.by_what["far parts"] == short.by_what["far parts, backward"] == far
 
 
-def one_dies(rank: int, world: int) -> str:
-    q, k, v, _ = (x.float() for x in inputs(([40], [40])))
+def one_dies(rank: int, world: int, when: str) -> str:
+    q, k, v, _ = (x.float().requires_grad_() for x in inputs(([40], [40])))
+    if rank == 1 and when == "before the call":
+        os._exit(3)
+    out = ca.parallel.attention(q, k, v, method=REFINED)
     if rank == 1:
         os._exit(3)
-    ca.parallel.attention(q, k, v, method=REFINED)
+    out.sum().backward()
     return "answered"
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
-    found = run(one_dies, 2, timeout=5.0, check=False)
+@pytest.mark.parametrize("when", ["before the call", "before backward"])
+def test_a_rank_that_dies_is_an_error_on_the_others(when: str) -> None:
+    found = run(one_dies, 2, when, timeout=5.0, check=False)
     assert found[1] is None
     assert isinstance(found[0], RuntimeError)
 

@@ -115,6 +115,6 @@ def _why_not(name: str, old: nn.Module, method: LayerPlan, cross: bool) -> str:
             return f"{type(old).__name__} is a class of its own"
         if old.bias_k is not None or old.add_zero_attn:
             return "it adds keys of its own (add_bias_kv, add_zero_attn)"
-    if method.name == "reformer":
-        return "Reformer has no room for a projection of keys"
+    if method.shared_qk:
+        return f"{type(method).__name__} has no room for a projection of keys"
     return f"{type(method).__name__} is self-attention only" if cross and method.self_only else ""

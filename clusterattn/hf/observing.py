@@ -11,7 +11,7 @@ from torch import nn
 from .._layer_call import LayerCall
 from ..methods import Exact
 from .register import NAME, STAMP, Stamp, by_config
-from .swap import FoundLayer, attach, find, make_stamp, plain, put_back
+from .swapping import FoundLayer, attach, find, make_stamp, plain, put_back
 
 
 @contextmanager
