@@ -64,8 +64,8 @@ class Routing(Method):
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, RoutingState | None]:
         b, h, n, _ = q.shape
-        tokens = F.normalize(torch.cat([wide(q), wide(k).repeat_interleave(h // k.shape[1], 1)], 2), dim=-1)
-        both = tokens.detach().to(q.dtype)  # as other methods compare queries: in their own dtype
+        tokens = torch.cat([q, k.repeat_interleave(h // k.shape[1], 1)], 2)
+        both = call.ops.unit(tokens.detach())  # a verb: a compiled call rounds as an eager one, and chooses the same
         valid_q, valid_k = call.mask.query_rows(q), call.mask.key_rows(q)
         valid = torch.cat([valid_q, valid_k], 1).unsqueeze(1)
         if call.state is not None:
@@ -84,7 +84,7 @@ class Routing(Method):
         buckets = self._with_leftovers(labels[..., :n], seats_q, seats_k, valid_q, means.shape[2])
         if not call.keep_state:
             return buckets, None
-        return buckets, self._learn(tokens, labels, valid, means, call)
+        return buckets, self._learn(F.normalize(wide(tokens), dim=-1), labels, valid, means, call)
 
     def _known(self, state: object, q: Tensor) -> Tensor:
         if not isinstance(state, RoutingState) or state.means.shape[0::2] != (q.shape[1], q.shape[3]):
