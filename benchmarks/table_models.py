@@ -46,6 +46,8 @@ PRETRAINED = (
 MORE = (  # other figures and lengths, for the default beside sizes given
     Told("minilm", "MiniLM-L6, 512 tokens", "hidden", "hidden-state error", -1, 1.0),
     Told("xquad", "MiniLM-L6, question → paragraph", "distance", "cosine distance of embeddings", -1, 1.0),
+    Told("smollm2-4096", "SmolLM2-135M, 4 096 tokens, prefill", "kl", "KL to exact, nats", -1, 1.0, "block"),
+    Told("smollm2-4096", "SmolLM2-135M, 4 096 tokens, strict", "perplexity", "perplexity", -1, 1.0, "past"),
     Told("smollm2-2048", "SmolLM2-135M, 2 048 tokens, prefill", "kl", "KL to exact, nats", -1, 1.0, "block"),
     Told("smollm2-2048", "SmolLM2-135M, 2 048 tokens, strict", "perplexity", "perplexity", -1, 1.0, "past"),
 )
