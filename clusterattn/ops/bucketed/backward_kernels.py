@@ -256,13 +256,32 @@ def backward(
     return dq, dk, dv, d_bias
 
 
+def _join_queries(
+    dq: Tensor, part: Tensor, seated: Tensor, k: Tensor, d_lse: Tensor, alone: Tensor, of_lse: bool, seating: Seating
+) -> None:
+    """dq of what the buckets wrote for queries: by seat, or by position for each round."""
+    (b, h, n, d), hk, rounds, or_self = dq.shape, k.shape[1], seating.rounds, seating.or_self
+    where = written(rounds, or_self)
+    if where == BY_SEAT:
+        sum_lists(seat_lists(seating.queries, n), part, dq, h)
+    elif where == BY_POSITION:
+        tile = max(16, 2048 // power(d))
+        launch(
+            sum_rounds_kernel, (cdiv(n, tile), b * h), (part, seated, dq, alone, k, d_lse),
+            (n, d, h, h // hk, seating.offset, seating.scale, *dq.stride()[:2], *k.stride()[:3]),
+            OR_SELF=or_self and of_lse, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
+        )  # fmt: skip
+    elif part is not dq:
+        dq.copy_(part)
+
+
 def _few_heads(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, alone: Tensor,
     seating: Seating, answer: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """answer: where dq, dk, dv and d_bias are written."""
     q, k, v = rows(q), rows(k), rows(v)
-    (b, h, n, d), (hk, m, e) = q.shape, v.shape[1:]
+    (b, h, n, d), (m, e) = q.shape, v.shape[2:]
     lead, (g, s), z = b * h, seating.queries.shape[2:], seating.keys.shape[3]
     tensors, sizes, strides, tiles = arguments(q, k, v, seating)
     rounds, or_self, dq = seating.rounds, seating.or_self, answer[0]
@@ -303,18 +322,10 @@ def _few_heads(
             bucketed_bwd_kv_kernel, (g * cdiv(z, tiles["BZ"]), lead), (*tensors, dy, base2, delta, dk, dv, d_bias),
             numbers, **tiles,
         )  # fmt: skip
-    if where == BY_SEAT:
-        sum_lists(seat_lists(seating.queries, n), part, dq, h)
-    elif where == BY_POSITION:
-        tile = max(16, 2048 // power(d))
-        launch(
-            sum_rounds_kernel, (cdiv(n, tile), lead),
-            (part, seated, dq, alone if or_self else seated, k, lse if d_lse is None else d_lse),
-            (n, d, h, h // hk, seating.offset, seating.scale, *dq.stride()[:2], *k.stride()[:3]),
-            OR_SELF=or_self and d_lse is not None, ROUNDS=rounds, BN=tile, BD=power(d), num_warps=4,
-        )  # fmt: skip
-    elif part is not dq:
-        dq.copy_(part)
+    of_lse = d_lse is not None
+    _join_queries(
+        dq, part, seated, k, d_lse if d_lse is not None else lse, alone if or_self else seated, of_lse, seating
+    )
     del part
     lists = seat_lists(seating.keys, m)
     of_k = of_v = None

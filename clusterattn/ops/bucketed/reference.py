@@ -50,7 +50,7 @@ class Seating:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SeatedPiece:
     """A few buckets: row numbers into the flattened tensors, gathered rows, and the logits between them."""
 
     index: slice
@@ -74,7 +74,7 @@ def _split_long(queries: Tensor, keys: Tensor, most: int) -> tuple[Tensor, Tenso
     return queries, keys.repeat_interleave(parts, dim=2)
 
 
-def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, seating: Seating) -> Iterator[Piece]:
+def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, seating: Seating) -> Iterator[SeatedPiece]:
     (b, h, n, d), (hk, m) = q.shape, k.shape[1:3]
     s, z = queries.shape[-1], keys.shape[-1]
     q_rows, k_rows = q.reshape(b * h * n, d), k.reshape(b * hk * m, d)
@@ -107,7 +107,7 @@ def _pieces(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, seating: Seatin
             )
         logits.masked_fill_(unseen, NEVER)
         logits.masked_fill_((mine < 0).unsqueeze(2), NEVER)
-        yield Piece(index, flat_queries[index], flat_keys[index], flat_bias[index], x, y, logits)
+        yield SeatedPiece(index, flat_queries[index], flat_keys[index], flat_bias[index], x, y, logits)
 
 
 def _meetings(low: Tensor, high: Tensor, rank: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowsPiece:
     """Some rows of one block of some heads, and the keys they see."""
 
     heads: slice  # of (b hk)
@@ -81,7 +81,7 @@ class Piece:
     scores: Tensor  # (heads (group rows) seen), -inf where masked
 
 
-def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
+def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[RowsPiece]:
     """c (b*hk group c d)."""
     lead, group, rows, d = c.shape
     m = keys.k.shape[1]
@@ -99,7 +99,7 @@ def _pieces(c: Tensor, keys: Keys, reach: Reach) -> Iterator[Piece]:
                 if keys.real is not None:
                     scores.masked_fill_(~keys.real[heads, None, :seen], NEVER)
                 sloped = max(0, min(SLOPE_CLUSTERS, part.stop) - part.start)
-                yield Piece(heads, chosen, block, sloped, few.shape[:3], few.flatten(1, 2), k, v, scores)
+                yield RowsPiece(heads, chosen, block, sloped, few.shape[:3], few.flatten(1, 2), k, v, scores)
 
 
 def _by_key_head(x: Tensor, hk: int) -> Tensor:
@@ -185,7 +185,7 @@ def _forward(
     )  # fmt: skip
 
 
-def _best(p: Piece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
+def _best(p: RowsPiece, keys: Keys, few: int) -> tuple[Tensor, Tensor]:
     """The highest scores of each row, and where among these keys they are (benchmarks/fuzz_judge.py puts a kernel's
     choice in its place, to tell ties from mistakes).
 
@@ -281,15 +281,10 @@ def _by_seat(
     for p in _pieces(_by_key_head(c, hk), keys, reach):
         place, seen = (p.heads, slice(None), p.rows), p.scores.shape[-1]
         flat = p.scores.shape[:2]
-        at = near_at[place][..., : min(near_at.shape[-1], seen)].reshape(*flat, -1)
-        real = at >= 0
-        if place_of is not None:
-            at = place_of[p.heads].gather(1, at.clamp(min=0).flatten(1)).view_as(at)
-        at = torch.where(real, at, 0)
+        at, real = _near_seats(p, near_at[place], place_of)
         near = None
         if d_near is not None and at.shape[-1]:
-            near = p.scores.gather(-1, at).sub_(finite(near_lse[place]).reshape(*flat, 1)).exp_()
-            near = torch.where(real, near * d_near[place].reshape(*flat, 1), 0.0)
+            near = _near_pull(p, at, real, near_lse[place], d_near[place])
         p.scores.scatter_add_(-1, at, torch.where(real, NEVER, 0.0).to(acc))
         weights = keys.tiled(p.scores)  # (heads tiles rows seats): the weight of a key in its part
         weights.sub_(keys.of_tiles(_rows(finite(lse[place])), p.heads).unsqueeze(-1)).exp_()
@@ -300,10 +295,9 @@ def _by_seat(
             amount = _by_key_head(pi, hk)[place].unsqueeze(-1), _shares(lse[place])
             dy, dm, dl = pull.means(dy, dm, dl, amount, mean_key[place], out[place])
             extra = _rows(amount[0] * amount[1])  # (heads parts rows)
-            omega = keys.received(p.scores.view(*p.shape, seen), amount[0] * amount[1], p.heads)
-            pulled = p.v.unsqueeze(1) @ pull.d_slope.mT  # (heads group seen d)
-            dk[p.heads, :seen] += (pulled * omega.unsqueeze(-1)).sum(1)
-            dv[p.heads, :seen] += ((p.k.unsqueeze(1) @ pull.d_slope) * omega.unsqueeze(-1)).sum(1)
+            to_k, to_v = pull.of_keys(p, keys.received(p.scores.view(*p.shape, seen), amount[0] * amount[1], p.heads))
+            dk[p.heads, :seen] += to_k
+            dv[p.heads, :seen] += to_v
         delta = (dy * out[place]).sum(-1) - dl
         if reach.tangent:
             delta = delta + (dm * mean_key[place]).sum(-1)
@@ -328,6 +322,23 @@ def _by_seat(
     return dc, dk, dv, keys.at
 
 
+def _near_seats(p: RowsPiece, near_at: Tensor, place_of: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the near keys of a piece's rows sit, 0 for none, and which there are: (heads (group rows) t)."""
+    flat, seen = p.scores.shape[:2], p.scores.shape[-1]
+    at = near_at[..., : min(near_at.shape[-1], seen)].reshape(*flat, -1)
+    real = at >= 0
+    if place_of is not None:
+        at = place_of[p.heads].gather(1, at.clamp(min=0).flatten(1)).view_as(at)
+    return torch.where(real, at, 0), real
+
+
+def _near_pull(p: RowsPiece, at: Tensor, real: Tensor, near_lse: Tensor, d_near: Tensor) -> Tensor:
+    """What the scores of near keys get of their log-sum-exp."""
+    flat = p.scores.shape[:2]
+    weights = p.scores.gather(-1, at).sub_(finite(near_lse).reshape(*flat, 1)).exp_()
+    return torch.where(real, weights * d_near.reshape(*flat, 1), 0.0)
+
+
 @dataclass(frozen=True)
 class _Pull:
     """What the gradient of a slope asks of the weights."""
@@ -337,7 +348,7 @@ class _Pull:
     mean: Tensor  # (heads group rows parts): its mean under the weights
 
     @classmethod
-    def of(cls, d_slope: Tensor, p: Piece, weights: Tensor, keys: Tiles) -> _Pull:
+    def of(cls, d_slope: Tensor, p: RowsPiece, weights: Tensor, keys: Tiles) -> _Pull:
         heads, group, rows = p.shape
         each = ((p.k.unsqueeze(1) @ d_slope) * p.v.unsqueeze(1)).sum(-1)  # (heads group seen)
         per_key = each.view(heads, group, 1, keys.tiles, -1).expand(-1, -1, rows, -1, -1)
@@ -357,6 +368,11 @@ class _Pull:
         dl = dl + share * (d_share - (share * d_share).sum(-1, keepdim=True))
         dy = dy - both * (mean_key.flatten(2, 3) @ self.d_slope).view(out.shape)
         return dy, dm - both * pulled, dl
+
+    def of_keys(self, p: RowsPiece, omega: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of keys and values that the heads receive by omega (heads group seen)."""
+        to_k, to_v = p.v.unsqueeze(1) @ self.d_slope.mT, p.k.unsqueeze(1) @ self.d_slope  # (heads group seen d or e)
+        return (to_k * omega.unsqueeze(-1)).sum(1), (to_v * omega.unsqueeze(-1)).sum(1)
 
 
 def _rows_of(x: Tensor) -> Tensor:

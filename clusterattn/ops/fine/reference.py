@@ -39,7 +39,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Piece:
+class QueriesPiece:
     """A few tiles: of whole heads, or of one."""
 
     heads: slice  # of (b h)
@@ -53,7 +53,7 @@ class Piece:
     logits: Tensor  # (g s t+p), -inf where unseen
 
 
-def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[Piece]:
+def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[QueriesPiece]:
     d, (hk, m, e), (c, t) = q.shape[3], offer.v.shape[1:], offer.bias.shape[2:]
     x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
     near = flat_index(offer.near_at, hk, m).flatten(0, 2)
@@ -66,7 +66,7 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[P
         keys, values = _both(k_rows, at, far_keys, cluster), _both(v_rows, at, far_values, cluster)
         logits = _beside([torch.bmm(x, each.mT) for each in keys]).mul_(scale)
         logits += bias.index_select(0, cluster).unsqueeze(1)
-        yield Piece(heads, rows, real, cluster, at, x, keys, values, logits)
+        yield QueriesPiece(heads, rows, real, cluster, at, x, keys, values, logits)
 
 
 def _is_long(q: Tensor, offer: Offer) -> bool:
@@ -92,7 +92,7 @@ def _mixed(weights: Tensor, rows: tuple[Tensor, ...]) -> Tensor:
     return total if len(rows) == 1 else total.baddbmm_(weights[..., near:], rows[1])
 
 
-def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
+def _moved(p: QueriesPiece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
     """scale (q - c) M and q - c of a piece: (g s e), (g s d)."""
     assert offer.slope is not None
     assert offer.c is not None
@@ -100,7 +100,7 @@ def _moved(p: Piece, offer: Offer, scale: float) -> tuple[Tensor, Tensor]:
     return _times(apart, p, offer.slope, offer, scale), apart
 
 
-def _times(x: Tensor, p: Piece, slope: Tensor, offer: Offer, scale: float) -> Tensor:
+def _times(x: Tensor, p: QueriesPiece, slope: Tensor, offer: Offer, scale: float) -> Tensor:
     """x (g s d) times the slope (b h blocks d e) of its head, or of its cluster's block."""
     heads, (d, e) = p.heads.stop - p.heads.start, slope.shape[-2:]
     if slope.shape[2] == 1:
@@ -108,7 +108,7 @@ def _times(x: Tensor, p: Piece, slope: Tensor, offer: Offer, scale: float) -> Te
     return torch.bmm(x, slope.flatten(0, 2).index_select(0, _block(p, offer))) * scale
 
 
-def _block(p: Piece, offer: Offer) -> Tensor:
+def _block(p: QueriesPiece, offer: Offer) -> Tensor:
     """The block of each tile's cluster, counted over all heads: (g)."""
     clusters = offer.bias.shape[2]
     blocks = -(-clusters // offer.per)
@@ -204,7 +204,7 @@ def backward(
     )  # fmt: skip
 
 
-def _add_outer(d_slope: Tensor, apart: Tensor, pulled: Tensor, p: Piece, offer: Offer) -> None:
+def _add_outer(d_slope: Tensor, apart: Tensor, pulled: Tensor, p: QueriesPiece, offer: Offer) -> None:
     """d_slope (b h blocks) d e += (q - c)^T pulled, for each tile in its place."""
     heads, (d, e) = p.heads.stop - p.heads.start, d_slope.shape[1:]
     if not offer.per:
