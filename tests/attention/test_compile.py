@@ -16,6 +16,7 @@ import torch
 from laws import Case, close, draw, gradients, kinds, over, padded
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import clusterattn as ca
 
@@ -196,8 +197,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "clusterattn":
             assert not kwargs
-            pattern = tuple(arg.dtype if isinstance(arg, torch.Tensor) else arg is None for arg in args)
-            kept = tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+            pattern = tuple(arg.dtype if isinstance(arg, torch.Tensor) else arg is None for arg in tree_leaves(args))
+            kept = tree_map(lambda arg: arg.detach() if isinstance(arg, torch.Tensor) else arg, args)
             self.calls.setdefault((func, pattern), (func, kept))
         return func(*args, **(kwargs or {}))
 

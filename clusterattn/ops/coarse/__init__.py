@@ -5,6 +5,7 @@ Compiled graphs see one node whatever the length, and backward recomputes the (c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -65,24 +66,21 @@ def _(
 
 @op("coarse_backward")
 def _coarse_backward(
-    d_out: Optional[Tensor], d_mean: Optional[Tensor], d_lse: Optional[Tensor], d_near: Optional[Tensor],
-    d_slope: Optional[Tensor],
-    c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor], part_of: Optional[Tensor], pi: Optional[Tensor],
-    out: Tensor, mean_key: Tensor, lse: Tensor, near_lse: Tensor, near_at: Tensor, slope: Tensor, bits: Tensor,
-    scale: float, top: int, tangent: bool, per: int, first: int, step: int, parts: int, backend: str,
+    gradients: Sequence[Optional[Tensor]], c: Tensor, k: Tensor, v: Tensor, key_mask: Optional[Tensor],
+    part_of: Optional[Tensor], pi: Optional[Tensor], answer: Sequence[Tensor], scale: float, sizes: Sequence[int],
+    tangent: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """gradients: of out, mean_key, lse, near_lse and slope; answer and sizes: as the op of forward gives and takes."""
+    *found, bits = answer
+    top, per, first, step, parts = sizes
     reach = Reach(scale, top, tangent, per, first, step, parts)
-    found, given = Found(out, mean_key, lse, near_lse, near_at, slope), Gradients(d_out, d_mean, d_lse, d_near, d_slope)
     backward = _backends.backward("coarse", backend)
-    dc, dk, dv = backward(given, c, k, v, key_mask, part_of, pi, found, bits, reach)
+    dc, dk, dv = backward(Gradients(*gradients), c, k, v, key_mask, part_of, pi, Found(*found), bits, reach)
     return dc.to(c.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @_coarse_backward.fake
-def _(
-    d_out: Optional[Tensor], d_mean: Optional[Tensor], d_lse: Optional[Tensor], d_near: Optional[Tensor],
-    d_slope: Optional[Tensor], c: Tensor, k: Tensor, v: Tensor, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(gradients: Sequence[Optional[Tensor]], c: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dc, dk, dv = (x.new_empty(x.shape) for x in (c, k, v))
     return dc, dk, dv
 
@@ -96,7 +94,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Fields) -> None:
 def _give_back(
     ctx: Any, d_out: Any, d_mean: Any, d_lse: Any, d_near: Any, _at: Any, d_slope: Any, _bits: Any
 ) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _coarse_backward(d_out, d_mean, d_lse, d_near, d_slope, *ctx.saved_tensors, *ctx.settings)
+    c, k, v, key_mask, part_of, pi, *answer = ctx.saved_tensors
+    scale, top, tangent, *sizes, backend = ctx.settings
+    gradients = [d_out, d_mean, d_lse, d_near, d_slope]
+    found: tuple[Any, ...] = _coarse_backward(
+        gradients, c, k, v, key_mask, part_of, pi, answer, scale, [top, *sizes], tangent, backend
+    )
     return found
 
 
@@ -123,9 +126,12 @@ def _(c: Any, k: Any, v: Any, key_mask: Any, part_of: Any, pi: Any, *settings: A
 
 
 @_coarse_backward.flops
-def _(d_out: Any, d_mean: Any, d_lse: Any, d_near: Any, d_slope: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
-    reach = Reach(*rest[-8:-1])
-    return 2 * multiply_adds(reach, c, k, v, rest[2] is not None, backward=True)
+def _(
+    gradients: Any, c: Any, k: Any, v: Any, key_mask: Any, part_of: Any, pi: Any, answer: Any, scale: float, sizes: Any,
+    tangent: bool, *_: Any,
+) -> int:  # fmt: skip
+    top, *rest = sizes
+    return 2 * multiply_adds(Reach(scale, top, tangent, *rest), c, k, v, pi is not None, backward=True)
 
 
 def coarse(

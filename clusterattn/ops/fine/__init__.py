@@ -7,6 +7,7 @@ added where they are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -151,18 +152,18 @@ def _(
 
 @op("near_and_far_backward")
 def _near_and_far_backward(
-    d_out: Optional[Tensor], d_lse: Optional[Tensor],
-    q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
-    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
-    out: Tensor, lse: Tensor, share: Tensor, far: Tensor, mean_key: Tensor, far_lse: Tensor, near_lse: Tensor,
-    near_at: Tensor, bits: Tensor, slope: Tensor,
-    scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
+    d_out: Optional[Tensor], d_lse: Optional[Tensor], q: Tensor, c: Tensor, k: Tensor, v: Tensor,
+    groups: Sequence[Optional[Tensor]], answer: Sequence[Tensor], scale: float, sizes: Sequence[int], detach: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """groups, answer, sizes: as the op of forward takes and gives them."""
+    keep, labels, order, first, part_order, part_first, pi = groups
+    out, lse, share, *far = answer
+    top, per, begin, step, parts, mass = sizes
     reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _backends.backward("near_and_far", backend)(
         torch.zeros_like(out) if d_out is None else d_out, d_lse, q, c, k, v, keep, labels, order, first,
-        part_order, part_first, pi, out, lse, share, (far, mean_key, far_lse, near_lse, near_at, bits, slope),
-        reach, mass, detach,
+        part_order, part_first, pi, out, lse, share, tuple(far), reach, mass, detach,
     )  # fmt: skip
     return found
 
@@ -181,7 +182,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Answer) -> None:
 
 
 def _give_back(ctx: Any, d_out: Any, d_lse: Any, *_: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _near_and_far_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
+    q, c, k, v, *rest = ctx.saved_tensors
+    scale, *sizes, detach, backend = ctx.settings
+    found: tuple[Any, ...] = _near_and_far_backward(
+        d_out, d_lse, q, c, k, v, rest[:7], rest[7:], scale, sizes, detach, backend
+    )
     return found
 
 
@@ -206,8 +211,10 @@ def _(q: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
 
 
 @_near_and_far_backward.flops
-def _(d_out: Any, d_lse: Any, q: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
-    return 2 * _of_both(q, c, k, v, rest[6], *rest[17:], backward=True)
+def _(
+    d_out: Any, d_lse: Any, q: Any, c: Any, k: Any, v: Any, groups: Any, answer: Any, scale: float, sizes: Any, *_: Any
+) -> int:
+    return 2 * _of_both(q, c, k, v, groups[6], scale, *sizes, backward=True)
 
 
 # ---------------------------------------------------------------------------------------------------- the verb
