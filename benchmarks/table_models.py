@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from table_words import (
-    MARK,
     NOT_YET,
     name_of,
     newest_run,
@@ -168,7 +167,7 @@ def tabpfn_table(device: str) -> Callable[[], str]:
         return "–" if row.get(key) is None else f"{row[key]:.4f}"
 
     def write() -> str:
-        mine = [row for row in rows("tabpfn") if row.get("device") == device]
+        mine = [row for row in rows("tabpfn") if row.get("device") == device and not out_of_date(row)]
         newest = {(row["rows"], row["test_rows"], row["method"]): row for row in mine}
         if not newest:
             return NOT_YET
@@ -176,7 +175,7 @@ def tabpfn_table(device: str) -> Callable[[], str]:
         body = [
             (
                 spaced(row["rows"]) + ("" if device == "cuda" else f", {spaced(row['test_rows'])} test rows"),
-                f"`{row['method']}`" + (MARK if out_of_date(row) else ""),
+                f"`{row['method']}`",
                 maybe(row, "kl"),
                 maybe(row, "accuracy"),
                 "–" if row["seconds"] is None else human_seconds(row["seconds"]),
