@@ -91,12 +91,14 @@ def advise(
         from .._rows import dumps
         from ..measure.plots_speed import against_length
         from ..measure.sample import load
+        from ..measure.speed import warn_when_busy
         from ..tuning import advise as measure
 
         need_now("rich", "matplotlib")
         shape = {"--heads": heads, "--dim": dim, "--length": length}
         if threads is not None:
             torch.set_num_threads(threads)
+        warn_when_busy(device_of(device))
         common: dict[str, Any] = {
             "tolerance": tolerance, "seconds": seconds, "repetitions": repetitions, "store": store,
         }  # fmt: skip

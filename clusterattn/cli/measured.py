@@ -93,6 +93,7 @@ def compare(
         from ..measure.compare import methods_for
         from ..measure.report import write_report
         from ..measure.sample import embedded, load
+        from ..measure.speed import warn_when_busy
 
         need_now("safetensors", "rich", *(("matplotlib", "jinja2") if report else ()))
         if qkv is not None and sample:
@@ -106,6 +107,7 @@ def compare(
             if method:
                 _insist(chosen, one, causal)
             asked[name if len(found) > 1 else ""] = one.to(device_of(device), dtype_of(dtype)), chosen
+        warn_when_busy(device)
         results = {}
         for name, (one, chosen) in asked.items():
             with progress() as tick:
@@ -202,6 +204,7 @@ def bench(
         from ..measure.compare import refusal
         from ..measure.plots_speed import crossings, scaling
         from ..measure.sample import embedded, like_a_model, mixture
+        from ..measure.speed import warn_when_busy
         from ..measure.speed_table import as_text
 
         need_now("rich", "matplotlib")
@@ -218,6 +221,7 @@ def bench(
                 raise ValueError(f"{each} can not be measured here: {why_not}")
         if threads is not None:
             torch.set_num_threads(threads)
+        warn_when_busy(where)
         passes = PASSES if backward else PASSES[:1]
         path = files.rows_path(out, "bench", where)
         found: list[Row] = []
@@ -315,12 +319,14 @@ def calibrate(
         import torch
 
         from ..measure.crossings import crossings
+        from ..measure.speed import warn_when_busy
         from ..methods.auto import Auto, keep
         from ..methods.budgets import Shape
 
         where = torch.device(device_of(device))
         if threads is not None:
             torch.set_num_threads(threads)
+        warn_when_busy(where)
         dtypes = (torch.float32,) if where.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
         with progress() as tick:
             path = keep(crossings(where, dtypes, repetitions=repetitions, tick=tick))

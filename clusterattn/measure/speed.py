@@ -34,6 +34,38 @@ BLOCK = 2e-3  # seconds of replays between two events: their own cost (about a m
 COPIED, COPIES = 2**29, 8  # bytes that a copy moves (ten times what the largest caches hold), and how often
 
 
+def warn_when_busy(device: str | torch.device) -> None:
+    """Threads of a CPU that has other work wait for one another at the end of every operator. Exact attention is a few
+    operators, the other methods are many: what is measured then is the waiting."""
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if torch.device(device).type != "cpu" or threads == 1:
+        return
+    taken = cores_taken()
+    if taken is not None and taken + threads > cores + 0.5:
+        warnings.warn(
+            f"other programs take {taken:.1f} of {cores} cores, and {threads} threads are wanted here: times will say "
+            "little, and too little good of every method but exact. Better: an idle machine, or OMP_NUM_THREADS=1",
+            stacklevel=2,
+        )
+
+
+def cores_taken(seconds: float = 0.2) -> float | None:
+    """How many cores others keep busy while this process sleeps; None where the system does not tell (not Linux)."""
+
+    def ticks() -> tuple[int, int]:
+        line = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
+        spent = [int(each) for each in line.split()[1:9]]
+        return sum(spent), spent[3] + spent[4]  # all, idle
+
+    try:
+        before = ticks()
+        time.sleep(seconds)
+        whole, idle = (after - first for after, first in zip(ticks(), before, strict=True))
+    except (OSError, ValueError, IndexError):
+        return None
+    return (1 - idle / whole) * (os.cpu_count() or 1) if whole > 0 else None
+
+
 @dataclass(frozen=True)
 class Timed:
     """How long one call takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from clusterattn.measure import (
     read,
     relative_error,
     row_l1,
+    speed,
 )
 from clusterattn.measure.bench import _fault, bench
 from clusterattn.measure.compare import compare, methods_for, scaled
@@ -381,3 +383,19 @@ def test_where_something_useful_is_faster_the_closest_of_them_is_named():
         "Here refined gains: at 64 tokens it is 4.7 times as fast as exact attention, with 6.2% of its multiply-adds, "
         "at an output error of 0.127."
     )
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """Others' cores are asked of the system, while this process sleeps; one thread waits for nobody."""
+    taken = speed.cores_taken(0.1)
+    assert taken is None or 0 <= taken <= os.cpu_count()
+    monkeypatch.setattr(speed.os, "cpu_count", lambda: 4)
+    for wanted, others, told in ((4, 2.0, True), (4, 0.2, False), (2, 2.2, False), (1, 4.0, False), (4, None, False)):
+        monkeypatch.setattr(speed.torch, "get_num_threads", lambda wanted=wanted: wanted)
+        monkeypatch.setattr(speed, "cores_taken", lambda others=others: others)
+        speed.warn_when_busy("cpu")
+        assert len(recwarn) == told, (wanted, others)
+        if told:
+            assert "take 2.0 of 4 cores, and 4 threads are wanted" in str(recwarn.pop(UserWarning).message)
+    speed.warn_when_busy("cuda")
+    assert not recwarn
