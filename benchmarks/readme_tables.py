@@ -38,6 +38,7 @@ from table_speed import (
     memory_table,
     settings_table,
 )
+from table_sweep import sweep_table
 from table_words import NOT_YET, ROOT, newest_run, rows
 
 from clusterattn._files import write_whole
@@ -132,6 +133,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-memory": memory_table,
     "gpu": gpu_table,
     "gpu-causal": gpu_causal_table,
+    "sweep": sweep_table,
     "auto": auto_table,
     "gpu-figures": gpu_figures,
     "gpu-bars": gpu_bars,
