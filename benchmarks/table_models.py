@@ -82,8 +82,10 @@ def pretrained_table(task: str) -> Callable[[], str]:
             for row in found
         ]
         head = ("method", *COUNTS, *(FIGURES[key] for key in figures))
-        seeds = max(row.get("seeds", 1) for row in found)
-        about = [str(found[0]["examples"]), *([f"means over {seeds} seeds"] if seeds > 1 else []), *no_times(found)]
+        means = [row for row in found if row.get("seeds", 1) > 1]
+        whose = "" if len(means) == len(found) else f" ({', '.join(name_of(row) for row in means)})"
+        seeds = [f"means over {means[0]['seeds']} seeds{whose}"] if means else []
+        about = [str(found[0]["examples"]), *seeds, *no_times(found)]
         return table(head, body) + origin(found, *about)
 
     return lambda: "\n".join(map(one, pretrained_rows(task))) or NOT_YET
