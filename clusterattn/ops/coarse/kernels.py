@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, tl, widths
+from .._jit import THIN, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .near import _limit, near_across, select
+from .near import _limit, across, near_across, select
 from .reference import Reach
 from .slope import slope_of
 
@@ -45,8 +45,11 @@ def coarse_fwd_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows.
-    PREFIX: rows see keys up to a limit of their own."""
-    split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
+    PREFIX: rows see keys up to a limit of their own.
+
+    Heads come first among the programs: parts differ in size, and those of one head that start last would be waited
+    for."""
+    split, part, lead = tl.program_id(2) % splits, tl.program_id(2) // splits, tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
     c = tl.load(
@@ -65,44 +68,44 @@ def coarse_fwd_kernel(
     near_highest, near_total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     out = tl.zeros((BC, BE), tl.float32)
     mean = tl.zeros((BC, BD), tl.float32)
+    place = tl.arange(0, BM)
+    at = low.to(tl.int64) + place
+    k_at = K + batch * skb + head * skh + at[:, None] * skm + dims[None, :]
+    v_at = V + batch * svb + head * svh + at[:, None] * svm + values[None, :]
     for start in range(low, stop, BM):
-        key = start + tl.arange(0, BM)
-        there = key[:, None] < m
-        k = tl.load(
-            K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
-            mask=there & (dims[None, :] < d),
-            other=0.0,
-        )
-        s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-        seen = key < end
-        if HAS_PARTS:
-            seen = seen & (key >= begin)
+        there = (place < m - start)[:, None]
+        k = tl.load(k_at, mask=there & (dims[None, :] < d), other=0.0)
+        k_at += BM * skm
+        s = tl.dot(c, tl.trans(k), input_precision=PRECISION)
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
-        s = tl.where(seen[None, :], s, float("-inf"))
+            key = start + place
+            keep = tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0
+            s = tl.where(keep[None, :], s, float("-inf"))
         if PREFIX:
-            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
-        if HAS_NEAR:
-            near = near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM))
-            if not TANGENT:
+            s = tl.where(start + place[None, :] < limit[:, None], s, float("-inf"))
+        if TANGENT:  # what is near or of another part, in one mask
+            s = tl.where(across(BITS, lead, row, rows, words, start, begin, end, place, HAS_NEAR), float("-inf"), s)
+        else:
+            s = tl.where(across(BITS, lead, row, rows, words, start, begin, end, place, False), float("-inf"), s)
+            if HAS_NEAR:
+                near = near_across(BITS, lead, row, rows, words, start, place)
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
-                level = tl.where(new == float("-inf"), 0.0, new)
-                near_total = near_total * tl.exp2(near_highest - level) + tl.sum(tl.exp2(theirs - level[:, None]), 1)
+                level = tl.where(new == float("-inf"), 0.0, new) * scale
+                fade = tl.exp2(near_highest * scale - level)
+                near_total = near_total * fade + tl.sum(tl.exp2(theirs * scale - level[:, None]), 1)
                 near_highest = new
-            s = tl.where(near, float("-inf"), s)
+                s = tl.where(near, float("-inf"), s)
         new = tl.maximum(highest, tl.max(s, 1))
-        level = tl.where(new == float("-inf"), 0.0, new)
-        p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
+        level = tl.where(new == float("-inf"), 0.0, new) * scale
+        p, fade = tl.exp2(s * scale - level[:, None]), tl.exp2(highest * scale - level)
         highest, total = new, total * fade + tl.sum(p, 1)
-        v = tl.load(
-            V + batch * svb + head * svh + key.to(tl.int64)[:, None] * svm + values[None, :],
-            mask=there & (values[None, :] < e),
-            other=0.0,
-        )
+        v = tl.load(v_at, mask=there & (values[None, :] < e), other=0.0)
+        v_at += BM * svm
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
+    highest, near_highest = highest * scale, near_highest * scale
     place = ((lead * splits + split) * parts + part) * rows + row
     if WHOLE:
         safe = tl.where(total > 0, total, 1.0)
@@ -252,12 +255,12 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     means = mean if whole else new(lead, splits, parts, clusters, width)
     stats = new(lead, 0 if whole else splits, parts, clusters, 4)
     launch(
-        coarse_fwd_kernel, (splits * parts, row_tiles, lead),
+        coarse_fwd_kernel, (lead, row_tiles, splits * parts),
         (c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse, level),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
         stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
-        WHOLE=whole, PREFIX=reach.per > 0, PRECISION=precision(k), **tile,
+        WHOLE=whole, PREFIX=reach.per > 0, PRECISION=precision(k), **registers(k, v), **tile,
     )  # fmt: skip
     if not whole:
         few = min(32, power(splits, least=1))

@@ -42,6 +42,27 @@ def near_across(BITS, lead, row, rows, words, first, place):
 
 
 @jit
+def _outside(first, begin, end):
+    """Of 32 keys from ``first`` on, those before ``begin`` or from ``end`` on, as the bits of a word."""
+    low, high = tl.minimum(tl.maximum(begin - first, 0), 32), tl.minimum(tl.maximum(end - first, 0), 32)
+    one = tl.full((), 1, tl.int64)
+    return (~((one << high) - (one << low))).to(tl.int32)
+
+
+@jit
+def across(BITS, lead, row, rows, words, first, begin, end, place, HAS_NEAR: tl.constexpr):
+    """Which of a tile's keys (across) are near for which rows (down), or stand outside of begin .. end."""
+    low, high = _outside(first, begin, end), _outside(first + 32, begin, end)
+    if HAS_NEAR:
+        near_low, near_high = _words(BITS, lead, row, rows, words, first)
+        low, high = low | near_low, high | near_high
+        word = tl.where((place < 32)[None, :], low[:, None], high[:, None])
+    else:
+        word = tl.where(place < 32, low, high)[None, :]
+    return (word & (1 << (place % 32))[None, :]) != 0
+
+
+@jit
 def near_down(BITS, lead, row, rows, words, first, place):
     """The same with keys down and rows across."""
     low, high = _words(BITS, lead, row, rows, words, first)

@@ -31,7 +31,7 @@ from ..merge import NEVER, finite
 if TYPE_CHECKING:
     from .seating import Keys, Tiles
 
-SLOPE_CLUSTERS = 64  # of a block make its slope: an average that more of them do not change
+SLOPE_CLUSTERS = 32  # of a block make its slope: an average that more of them do not change
 
 
 @dataclass(frozen=True)

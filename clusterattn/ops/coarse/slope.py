@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, registers, tl, widths
+from .._jit import THIN, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .near import near_down
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .kernels import Far
 
 LOG2E = 1.4426950408889634
+PROGRAMS = 396  # three to each multiprocessor of a large chip
 
 
 @jit
@@ -73,27 +74,27 @@ def slope_kernel(
     end = tl.minimum(tl.minimum(end, rows), begin + few)
     total = tl.zeros((BD, BE), tl.float32)
     if split < of_keys:
-        for start in range(split * stretch, tl.minimum((split + 1) * stretch, limit), BM):
+        row = begin + tl.arange(0, BC)  # all of the few: nothing but the keys is read in the loop, and they ahead
+        c = tl.load(
+            C + (lead * rows + row[:, None]) * d + dims[None, :], mask=(row < end)[:, None] & wide[None, :], other=0.0
+        )
+        level = tl.load(LEVEL + lead * rows + row, mask=row < end, other=float("inf"))
+        low = split * stretch
+        at = (low + tile).to(tl.int64)[:, None]
+        k_at, v_at = k_base + at * skm + dims[None, :], v_base + at * svm + values[None, :]
+        for start in range(low, tl.minimum(low + stretch, limit), BM):
             key = start + tile
             seen = key < limit
+            k = tl.load(k_at, mask=seen[:, None] & wide[None, :], other=0.0)
+            v = tl.load(v_at, mask=seen[:, None] & long[None, :], other=0.0)
+            k_at += BM * skm
+            v_at += BM * svm
             if HAS_KEEP:
                 seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
-            at = key.to(tl.int64)[:, None]
-            k = tl.load(k_base + at * skm + dims[None, :], mask=seen[:, None] & wide[None, :], other=0.0)
-            v = tl.load(v_base + at * svm + values[None, :], mask=seen[:, None] & long[None, :], other=0.0)
-            omega = tl.zeros((BM,), tl.float32)
-            for of in range(begin, end, BC):
-                row = of + tl.arange(0, BC)
-                c = tl.load(
-                    C + (lead * rows + row[:, None]) * d + dims[None, :],
-                    mask=(row < end)[:, None] & wide[None, :], other=0.0,
-                )  # fmt: skip
-                level = tl.load(LEVEL + lead * rows + row, mask=row < end, other=float("inf"))
-                w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
-                if HAS_NEAR:
-                    w = tl.where(near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
-                omega += tl.sum(w, 1)
-            weight = tl.where(seen, omega, 0.0)[:, None]
+            w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
+            if HAS_NEAR:
+                w = tl.where(near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
+            weight = tl.where(seen, tl.sum(w, 1), 0.0)[:, None]
             x = ((k.to(tl.float32) - kappa[None, :]) * weight).to(k.dtype)
             y = tl.where(seen[:, None], v.to(tl.float32) - nu[None, :], 0.0).to(v.dtype)
             total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
@@ -189,10 +190,10 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     lead, blocks = b * h, -(-clusters // reach.per) if reach.per else 1
     level, tile = levels(found.lse, pi), _sizes(keys)
-    programs = max(1, -(-264 // (lead * blocks)))
     virtual = parts * min(reach.per or clusters, SLOPE_CLUSTERS)
-    of_keys = max(1, min(programs, -(-m // (2 * tile["BM"]))))
-    of_rows = max(1, min(programs // 2, -(-virtual // (4 * tile["BM"]))))
+    programs = max(2, PROGRAMS // (lead * blocks))  # all at the same time: none starts when others end
+    of_rows = max(1, min(programs * virtual // (m + virtual), -(-virtual // (2 * tile["BM"]))))
+    of_keys = max(1, min(programs - of_rows, -(-m // (2 * tile["BM"]))))
     stretch, row_stretch = (
         -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
     )
@@ -204,7 +205,7 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
-        BC=min(SLOPE_CLUSTERS, power(clusters)), PRECISION=precision(k),
-        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=1, **registers(k, v), **tile,
+        BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=2, **registers(k, v), **tile,
     )  # fmt: skip
     return replace(found, slope=added(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))

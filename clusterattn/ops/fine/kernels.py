@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._jit import THIN, jit, power, precision, registers, rows, tl, widths
-from .._launch import launch
+from .._launch import cdiv, launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, arrange
 from ..coarse.reference import Reach
@@ -67,39 +67,40 @@ def _part_keys(
 
 
 @jit
-def _near_keys(K, V, NEAR, k_base, v_base, cluster, t, slot, listed, dims, values, d, e, skm, svm):
-    """A tile of a cluster's near keys, their values, and what is added to their logits: -inf where there is none."""
-    near = tl.load(NEAR + cluster * t + slot, mask=(slot < t) & listed, other=-1)
-    k = _gather(K, k_base, near, skm, dims, d, near >= 0)
-    v = _gather(V, v_base, near, svm, values, e, near >= 0)
-    return k, v, tl.where(near >= 0, 0.0, float("-inf"))
-
-
-@jit
-def _far_parts(MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, part, parts, listed, dims, values, d, e, MASS: tl.constexpr):
-    """A tile of a cluster's far parts as keys and values, and what is added to their logits, in base 2."""
-    there = (part < parts) & listed
-    at = (lead * parts + part) * c + which
-    v = _gather(FAR, 0, at, e, values, e, there)
+def _seen(
+    K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, parts, slot, listed, dims, values, d, e,
+    skm, svm, MASS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """What the queries of a cluster see, from one list: its near keys on the first BT slots, then the far parts; as
+    keys and values, and what is added to their logits, in base 2: -inf where there is nothing."""
+    near = tl.load(NEAR + (lead * c + which) * t + slot, mask=(slot < t) & listed, other=-1).to(tl.int64)
+    part, is_near = slot - BT, near >= 0
+    is_part = (part >= 0) & (part < parts) & listed
+    at, there = (lead * parts + part) * c + which, is_near | is_part
+    k_at, v_at = K + k_base + near[:, None] * skm, V + v_base + near[:, None] * svm
+    v_at = tl.where(is_near[:, None], v_at, FAR + at[:, None] * e)
+    v = tl.load(v_at + values[None, :], mask=there[:, None] & (values < e)[None, :], other=0.0)
     if MASS == 1:
-        k = _gather(MEAN, 0, at, d, dims, d, there)
-        bias = tl.load(LEVEL + at, mask=there, other=float("-inf"))
-    else:
-        k = _gather(FAR, 0, at, 0, dims, 0, there)  # zeros: the weight is the same for every query
-        bias = tl.load(FAR_LSE + at, mask=there, other=float("-inf")) * 1.4426950408889634
-    return k, v, bias
+        k_at = tl.where(is_near[:, None], k_at, MEAN + at[:, None] * d)
+        k = tl.load(k_at + dims[None, :], mask=there[:, None] & (dims < d)[None, :], other=0.0)
+        bias = tl.load(LEVEL + at, mask=is_part, other=float("-inf"))
+    else:  # zeros for a part: its weight is the same for every query
+        k = tl.load(k_at + dims[None, :], mask=is_near[:, None] & (dims < d)[None, :], other=0.0)
+        bias = tl.load(FAR_LSE + at, mask=is_part, other=float("-inf")) * 1.4426950408889634
+    return k, v, tl.where(is_near, 0.0, bias)
 
 
 @jit
-def _attend(q, k, v, bias, scale, highest, total, out, PRECISION: tl.constexpr):
-    """One more tile of keys; also its weights' sums, and by how much all that came before fades."""
+def _attend(q, k, v, bias, scale, highest, near_total, far_total, out, is_part, PRECISION: tl.constexpr):
+    """One more tile of what a cluster sees."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias[None, :]
     new = tl.maximum(highest, tl.max(s, 1))
     level = tl.where(new == float("-inf"), 0.0, new)
     p, fade = tl.exp2(s - level[:, None]), tl.exp2(highest - level)
-    here = tl.sum(p, 1)
     out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-    return new, total * fade + here, out, here, fade
+    near_total = near_total * fade + tl.sum(tl.where(is_part[None, :], 0.0, p), 1)
+    far_total = far_total * fade + tl.sum(tl.where(is_part[None, :], p, 0.0), 1)
+    return new, near_total, far_total, out
 
 
 @jit
@@ -108,27 +109,28 @@ def fine_fwd_kernel(
     n, turns, c, t, parts, d, e, heads, group, scale, natural_scale, per,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
     MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, HELD: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A turn's queries, tile by tile. HELD: the near keys and the far parts of a cluster are a tile each, and stay."""
+    """A turn's queries, tile by tile. HELD: what their cluster sees is one tile, and stays. BT: slots of near keys, a
+    constant so that the compiler knows which columns are near."""
     lead = tl.program_id(1).to(tl.int64)
     turn = TURNS + (lead * turns + tl.program_id(0)) * 3
     which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)
     batch, head = lead // heads, lead % heads
-    dims, values = tl.arange(0, BD), tl.arange(0, BE)
+    dims, values, slots = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BK)
     listed = which < c  # the last "cluster" are those without one: they see nothing
     which = tl.minimum(which, c - 1)
     cluster = lead * c + which
+    many = parts
+    if MASS == 2:
+        many = 0
     if begin < end:
         k_base, v_base = batch * skb + (head // group) * skh, batch * svb + (head // group) * svh
         if HELD:
-            near_k, near_v, near_bias = _near_keys(
-                K, V, NEAR, k_base, v_base, cluster, t, tl.arange(0, BT), listed, dims, values, d, e, skm, svm
-            )
-            if MASS != 2:
-                far_k, far_v, far_bias = _far_parts(
-                    MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, tl.arange(0, BP), parts, listed, dims, values, d, e, MASS
-                )
+            held_k, held_v, held_bias = _seen(
+                K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, many, slots, listed, dims,
+                values, d, e, skm, svm, MASS, BT,
+            )  # fmt: skip
         if HAS_SLOPE:
             slope = _slope(SLOPE, lead, which, c, per, dims, values, d, e).to(Q.dtype.element_ty)
             centroid = _row(C, cluster, dims, d)
@@ -139,29 +141,23 @@ def fine_fwd_kernel(
             real = place < end
             query = tl.load(ORDER + lead * n + tl.minimum(place, end - 1))
             q = _gather(Q, batch * sqb + head * sqh, query, sqn, dims, d, real)
-            highest, total = tl.full((BS,), float("-inf"), tl.float32), tl.zeros((BS,), tl.float32)
+            highest, near_total = tl.full((BS,), float("-inf"), tl.float32), tl.zeros((BS,), tl.float32)
             far_total, out = tl.zeros((BS,), tl.float32), tl.zeros((BS, BE), tl.float32)
             if HELD:
-                highest, total, out, _, _ = _attend(q, near_k, near_v, near_bias, scale, highest, total, out, PRECISION)
-                if MASS != 2:
-                    highest, total, out, far_total, _ = _attend(
-                        q, far_k, far_v, far_bias, scale, highest, total, out, PRECISION
-                    )
+                highest, near_total, far_total, out = _attend(
+                    q, held_k, held_v, held_bias, scale, highest, near_total, far_total, out, slots >= BT, PRECISION
+                )
             else:
-                for first in range(0, t, BT):
-                    k, v, bias = _near_keys(
-                        K, V, NEAR, k_base, v_base, cluster, t, first + tl.arange(0, BT), listed, dims, values, d, e,
-                        skm, svm,
+                for first in range(0, BT + many, BK):
+                    slot = first + slots
+                    k, v, bias = _seen(
+                        K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, many, slot,
+                        listed, dims, values, d, e, skm, svm, MASS, BT,
                     )  # fmt: skip
-                    highest, total, out, _, _ = _attend(q, k, v, bias, scale, highest, total, out, PRECISION)
-                if MASS != 2:
-                    for first in range(0, parts, BP):
-                        k, v, bias = _far_parts(
-                            MEAN, FAR, FAR_LSE, LEVEL, lead, which, c, first + tl.arange(0, BP), parts, listed, dims,
-                            values, d, e, MASS,
-                        )  # fmt: skip
-                        highest, total, out, here, fade = _attend(q, k, v, bias, scale, highest, total, out, PRECISION)
-                        far_total = far_total * fade + here
+                    highest, near_total, far_total, out = _attend(
+                        q, k, v, bias, scale, highest, near_total, far_total, out, slot >= BT, PRECISION
+                    )
+            total = near_total + far_total
             safe = tl.where(total > 0, total, 1.0)
             level = tl.where(highest == float("-inf"), 0.0, highest)
             each = 1.0 / safe
@@ -206,15 +202,31 @@ class FineSettings:
 
 
 def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> dict[str, Any]:
+    """For passes that see near keys and far parts apart."""
     d, e = widths(q, v)
     tile, _ = tiles(q.shape[2], clusters, most)
     keys = 64 if (d + e) * q.element_size() <= 512 else 32
-    size = tile * (d + e) * q.element_size()
     return {
         "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": d,
-        "BE": e, "PRECISION": precision(q),
-        "num_warps": 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8,
+        "BE": e, "PRECISION": precision(q), "num_warps": _warps(tile * (d + e) * q.element_size()),
     }  # fmt: skip
+
+
+def _warps(size: int) -> int:
+    """By the bytes of a tile of queries with their answers."""
+    return 1 if size <= 4096 else 2 if size <= 8192 else 4 if size <= 32768 else 8
+
+
+def _tiles(q: Tensor, v: Tensor, clusters: int, top: int, parts: int) -> dict[str, Any]:
+    """For queries that see near keys and far parts as one list."""
+    d, e = widths(q, v)
+    tile, _ = tiles(q.shape[2], clusters, 64)
+    width = (d + e) * q.element_size()
+    most = 128 if width <= 256 else 64 if width <= 512 else 32
+    near = min(power(top, least=8), cdiv(top, 64) * 64)
+    keys = min(most, power(near + parts, THIN))
+    shape = {"BS": tile, "BK": keys, "BT": near, "BD": d, "BE": e, "PRECISION": precision(q)}
+    return shape | {"HELD": near + parts <= keys, "num_warps": _warps(tile * width)}
 
 
 def forward(
@@ -227,7 +239,7 @@ def forward(
     assert found.level is not None
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
-    shape = tiling(q, v, clusters, top, reach.parts, 64)
+    shape = _tiles(q, v, clusters, top, 0 if settings.mass == CLUSTER else reach.parts)
     taken = turns(first, n, shape["BS"] * TILES)
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
@@ -238,7 +250,6 @@ def forward(
         order, taken.listed, out, lse, share),
         (n, taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E, reach.scale,
         reach.per, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        MASS=settings.mass, HAS_SLOPE=pi is not None, HELD=top <= shape["BT"] and reach.parts <= shape["BP"],
-        num_stages=1, **registers(k, v), **shape,
+        MASS=settings.mass, HAS_SLOPE=pi is not None, num_stages=1, **registers(k, v), **shape,
     )  # fmt: skip
     return out, lse, share, found, keys

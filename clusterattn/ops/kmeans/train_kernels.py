@@ -9,6 +9,7 @@ the launch is a cooperative one. Where that cannot be (Triton's interpreter), ea
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,13 +245,22 @@ def together(programs: int, lead: int, device: torch.device, each: int = 1) -> i
     return max(1, min(programs, each * multiprocessors(device) // max(lead, 1)))
 
 
-def _tiles(points: Tensor, clusters: int) -> tuple[int, int]:
+class Phases(NamedTuple):
+    """How a program of the one launch works."""
+
+    rows: int
+    block: int  # centroids
+    warps: int
+    each: int  # programs to a multiprocessor, which must all run at the same time
+
+
+def _tiles(points: Tensor, clusters: int) -> Phases:
     """Rows and centroids of a tile: more would not stay in registers."""
     wide, half = power(points.shape[3]), points.element_size() == 2
-    block = min(power(clusters), max(16, (8192 if half else 2048) // wide))
-    if wide > 64:
-        return 64 if wide <= 128 else 32, block
-    return 128 if half and block <= 64 else 64, block
+    block = min(power(clusters), max(16, (16384 if half else 2048) // wide))
+    if fits(points, clusters):  # half as many threads hold it as well: more programs share the rows
+        return Phases(64, block, 4, 2)
+    return Phases(64 if wide <= 128 else 32, block, 8, 1)
 
 
 def train(
@@ -264,8 +274,8 @@ def train(
     lead = b * h
     rows = n if train_at is None else train_at.shape[2]
     wide = power(d)
-    tile, block = _tiles(points, c)
-    programs = together(cdiv(rows, tile), lead, device)
+    tile, block, warps, each = _tiles(points, c)
+    programs = together(cdiv(rows, tile), lead, device, each)
     stretch = cdiv(cdiv(rows, programs), tile) * tile
     programs = cdiv(rows, stretch)
     share = cdiv(cdiv(c, programs), STRIP) * STRIP
@@ -288,7 +298,7 @@ def train(
             (n, d, c, rows, h, programs, stretch, share, begin, end, *strides),
             HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, HAS_FORM=form is not None,
             SIGNS=signs, ONE_BLOCK=one, BN=tile, BC=block, BS=min(4, power(programs, least=1)), BD=wide,
-            BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=8, num_stages=1,
+            BK=min(64, wide), STRIP=STRIP, PRECISION=precision(points), num_warps=warps, num_stages=1,
             launch_cooperative_grid=programs > 1,
         )  # fmt: skip
 
