@@ -106,20 +106,37 @@ QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STAR
 
 def centres(
     points: Tensor, valid: Tensor | None, clusters: int, steps: int, start: str, sample: int | None, where: Space,
-    call: Call, streams: tuple[int, int] = QUERIES,
+    call: Call,
 ) -> Centres:  # fmt: skip
     """k-means over the points (... n w), valid (... n) or None: all. ``steps`` counts assignments: the last one, of
     everybody, is left to ``nearest``."""
     n = points.shape[-2]
-    pool = min(clusters if start == "random" else FAR_POOL * clusters, n)
-    chosen = draw.positions(valid, points, n, call.seed, streams[0], pool)
+    pool, drawn = lots(valid, points, n, clusters, steps, start, sample, call, QUERIES)
+    return trained(points, valid, pool, drawn, min(clusters, n), steps, start, where, call)
+
+
+def lots(
+    valid: Tensor | None, like: Tensor, n: int, clusters: int, steps: int, start: str, sample: int | None, call: Call,
+    streams: tuple[int, int],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Of n tokens, the positions of those that k-means may start from, and of those that it trains on; None: on all, or
+    on none, where there is nothing to train."""
+    most = min(clusters if start == "random" else FAR_POOL * clusters, n)
+    pool = draw.positions(valid, like, n, call.seed, streams[0], most)
+    if steps == 1 or sample is None or sample >= n:
+        return pool, None
+    return pool, draw.positions(valid, like, n, call.seed, streams[1], sample)
+
+
+def trained(
+    points: Tensor, valid: Tensor | None, pool: Tensor, drawn: Tensor | None, clusters: int, steps: int, start: str,
+    where: Space, call: Call,
+) -> Centres:  # fmt: skip
+    """k-means from some of the points in the pool, over those drawn."""
     if start == "far":
-        chosen = call.ops.farthest(points, chosen, min(clusters, n), signs=where.signs, form=where.form)
-    drawn = None
-    if steps > 1 and sample is not None and sample < n:
-        drawn = draw.positions(valid, points, n, call.seed, streams[1], sample)
+        pool = call.ops.farthest(points, pool, clusters, signs=where.signs, form=where.form)
     found: Centres = call.ops.kmeans(
-        points, valid, chosen, train_at=drawn, updates=steps - 1, signs=where.signs, form=where.form
+        points, valid, pool, train_at=drawn, updates=steps - 1, signs=where.signs, form=where.form
     )
     return found
 
@@ -140,9 +157,16 @@ def parts(
     queries_at = draw.positions(asked, q, n, call.seed, draw.STREAM_RESIDUALS, ways)
     keys_at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
     means = clusters.means.detach()
-    points = call.ops.beside(q, k, v, means, clusters.labels, queries_at, keys_at)
-    found = centres(points, real, count, steps, start, sample, Space("euclid", None, None, None), call, KEYS)
-    labels = call.ops.nearest(points, found)
+    seen = call.ops.view(q, k, v, means, clusters.labels, queries_at, keys_at)
+    pool, drawn = lots(real, k, m, count, steps, start, sample, call, KEYS)
+    where = Space("euclid", None, None, None)
+    if steps > 1 and drawn is None:  # on all keys, whose points are there then
+        points, _, _ = call.ops.beside(k, v, seen)
+        labels = call.ops.nearest(points, trained(points, real, pool, None, count, steps, start, where, call))
+    else:
+        points, pool, drawn = call.ops.beside(k, v, seen, pool, drawn)
+        found = trained(points, None, pool, drawn, count, steps, start, where, call)
+        labels = call.ops.nearest_beside(k, v, seen, found)
     if real is not None:
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
@@ -153,9 +177,11 @@ def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:
     """Multiply-adds of ``parts`` for one query head, of which ``group`` share the keys."""
     count, steps, train = sizes.parts, sizes.steps, min(sizes.sample or max(n, m), m)
     width = DIRECTIONS + e
-    pool = min(FAR_POOL * count, m) if sizes.start == "far" else 0
-    seen = (m + min(SPREAD_SAMPLE, m)) * d * DIRECTIONS
-    kmeans = (steps - 1) * train * (count + 1) * width + pool * count * width + m * count * width
+    far = sizes.start == "far"
+    pool = min(FAR_POOL * count if far else count, m)
+    apart = 0 if steps > 1 and train == m else pool + (train if steps > 1 else 0)
+    seen = (m + min(SPREAD_SAMPLE, m) + apart) * d * DIRECTIONS
+    kmeans = (steps - 1) * train * (count + 1) * width + (pool if far else 0) * count * width + m * count * width
     return (seen + kmeans) // group
 
 

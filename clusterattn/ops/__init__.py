@@ -23,7 +23,7 @@ __all__ = [
 # Each keeps the contract written in its folder, whichever backend serves it.
 VERBS: tuple[Callable[..., Any], ...] = (
     kmeans.codes, kmeans.covariance, kmeans.farthest, kmeans.kmeans, kmeans.nearest, kmeans.lloyd, kmeans.assign,
-    beside.beside, members.members, kmeans.means, rows.take, rows.broadcast,
+    beside.view, beside.beside, beside.nearest_beside, members.members, kmeans.means, rows.take, rows.broadcast,
     coarse.coarse, coarse.closest, coarse.shares, coarse.top_keys, fine.near_and_far,
     bucketed.bucketed, bucketed.itself_at_least,
     hashing.directions, hashing.scores, hashing.lifts, hashing.polytope, hashing.balanced, hashing.chunked,

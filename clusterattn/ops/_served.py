@@ -67,9 +67,11 @@ BY_TORCH = Backend(
         "farthest": Served(_can, _late("kmeans.reference.farthest")),
         "kmeans": Served(_can, _late("kmeans.reference.kmeans")),
         "nearest": Served(_can, _late("kmeans.reference.nearest")),
+        "nearest_beside": Served(_can, _late("beside.reference.nearest_beside")),
         "lloyd": Served(_can, _late("kmeans.reference.lloyd")),
         "means": Served(_can, _late("kmeans.reference.means"), _late("kmeans.reference.means_backward")),
         "shares": Served(_can, _late("coarse.reference.shares")),
+        "view": Served(_can, _late("beside.reference.view")),
     },
 )
 
@@ -102,8 +104,8 @@ def _why_not_members(labels: Tensor, clusters: int, q: Tensor) -> str | None:
     return why_no_kernels(q)
 
 
-def _why_not_beside(k: Tensor, v: Tensor, queries_at: Tensor) -> str | None:
-    if 0 in k.shape or 0 in v.shape or 0 in queries_at.shape:
+def _why_not_beside(k: Tensor, v: Tensor, seen_by: Tensor) -> str | None:
+    if 0 in k.shape or 0 in v.shape or 0 in seen_by.shape:
         return EMPTY
     return _wide(v) or why_no_kernels(k)
 
@@ -158,9 +160,9 @@ TRITON = Backend(
         "covariance": Served(_why_not_points, _late("kmeans.moments.covariance")),
         "farthest": Served(_why_not_points, _late("kmeans.kernels.farthest")),
         "kmeans": Served(_why_not_points, _late("kmeans.kernels.kmeans")),
-        "nearest": Served(_why_not_points, _late("kmeans.kernels.nearest")),
+        "nearest": Served(_why_not_points, _late("kmeans.nearest_kernels.nearest")),
         "lloyd": Served(_why_not_points, _late("kmeans.kernels.lloyd")),
-        "assign": Served(_why_not_points, _late("kmeans.kernels.nearest")),
+        "assign": Served(_why_not_points, _late("kmeans.nearest_kernels.nearest")),
         "members": Served(_why_not_members, _late("members.kernels.by_label")),
         "means": Served(_why_not_means, _late("kmeans.kernels.means"), _late("rows.kernels.broadcast")),
         "take": Served(why_no_kernels, plain_take, _late("rows.kernels.take_backward")),
@@ -169,7 +171,9 @@ TRITON = Backend(
         "closest": Served(_why_not_closest, _late("coarse.near.closest")),
         "shares": Served(_why_not_points, _late("coarse.slope.shares")),
         "near_and_far": Served(_why_not_near_and_far, _late("fine.served.forward"), _late("fine.served.backward")),
+        "view": Served(_why_not_beside, _late("beside.kernels.view")),
         "beside": Served(_why_not_beside, _late("beside.kernels.beside")),
+        "nearest_beside": Served(_why_not_beside, _late("beside.kernels.nearest_beside")),
         "bucketed": Served(
             _why_not_bucketed, _late("bucketed.kernels.forward"), _late("bucketed.backward_kernels.backward")
         ),

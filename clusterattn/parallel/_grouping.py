@@ -6,6 +6,8 @@ the sums of the clusters are added up over the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,14 @@ def clusters(method: Clustered, q: Tensor, k: Tensor, queries: Share, keys: Shar
     if method.clusters < queries.length:
         where = _space(method, q.detach(), k.detach(), queries, keys, call)
         points = where.points(q.detach(), call)
+
+        def points_at(at: Tensor | None) -> Tensor:
+            return points if at is None else rows_at(points, at)
+
         pool_at, real = _pool(queries, count, method.start, call, _grouping.QUERIES[0])
         pool = where.points(queries.gather(q, pool_at, "k-means, starts"), call)
         found = _centres(
-            points,
+            points_at,
             pool,
             real,
             queries,
@@ -69,17 +75,21 @@ def parts(
         pool_at, real = _pool(keys, count, method.start, call, _grouping.KEYS[0])
         at, d = torch.cat([spread_at, pool_at], -1), k.shape[3]
         both = keys.gather(torch.cat([k, v], -1), at, "parts, starts and spread")
-        all_keys, all_values = torch.cat([both[..., :d], k], 2), torch.cat([both[..., d:], v], 2)
-        points = call.ops.beside(
-            asking, all_keys, all_values, found.means.detach(), theirs, lots(asked, h), lots(spreading, hk)
+        gathered_k, gathered_v = both[..., :d], both[..., d:]
+        seen = call.ops.view(
+            asking, gathered_k, gathered_v, found.means.detach(), theirs, lots(asked, h), lots(spreading, hk)
         )
-        gathered = at.shape[-1]
-        pool, points = points[:, :, spread:gathered], points[:, :, gathered:]
+
+        def points_at(at: Tensor | None) -> Tensor:
+            points: Tensor = call.ops.beside(*(x if at is None else rows_at(x, at) for x in (k, v)), seen)[0]
+            return points
+
+        pool = call.ops.beside(gathered_k[:, :, spread:], gathered_v[:, :, spread:], seen)[0]
         where, sample = _grouping.Space("euclid", None, None, None), method.sample
         centres = _centres(
-            points, pool, real, keys, count, method.steps, method.start, sample, where, call, _grouping.KEYS[1]
+            points_at, pool, real, keys, count, method.steps, method.start, sample, where, call, _grouping.KEYS[1]
         )
-        labels = _own_if_few(call.ops.nearest(points, centres), labels, keys, count)
+        labels = _own_if_few(call.ops.nearest_beside(k, v, seen, centres), labels, keys, count)
     return Parts(labels, count, call.ops.members(labels, count, k))
 
 
@@ -120,7 +130,7 @@ def _pool(share: Share, count: int, start: str, call: Call, stream: int) -> tupl
 
 
 def _centres(
-    points: Tensor,
+    points_at: Callable[[Tensor | None], Tensor],
     pool: Tensor,
     real: Tensor,
     share: Share,
@@ -132,19 +142,20 @@ def _centres(
     call: Call,
     stream: int,
 ) -> Centres:
-    """k-means over the points (b h n w) of all ranks, from starts in the gathered pool (b h s w), real (b s). The last
-    of the ``steps``, of everybody, is left to ``nearest``."""
-    heads = points.shape[1]
+    """k-means over the points of all ranks, from starts in the gathered pool (b h s w), real (b s). points_at: those of
+    this rank's tokens at positions (b s), or of all (None). The last of the ``steps``, of everybody, is left out."""
+    heads = pool.shape[1]
     chosen = lots(real, heads)
     if start == "far":
         chosen = call.ops.farthest(pool, chosen, min(count, share.length), signs=where.signs, form=where.form)
     found: Centres = call.ops.kmeans(pool, None, chosen, updates=0, signs=where.signs, form=where.form)
     if steps == 1:
         return found
-    valid = share.valid
+    drawn, valid = None, share.valid
     if sample is not None and sample < share.length:
-        at, _ = share.draw(call.seed, stream, sample)
-        points, valid = rows_at(points, at), at >= 0
+        drawn, _ = share.draw(call.seed, stream, sample)
+        valid = drawn >= 0
+    points = points_at(drawn)
     origin = 0.0 if found.origin is None else found.origin
     train, valid = wide(points) - origin, valid.unsqueeze(1)
     at = chosen.clamp(min=0).unsqueeze(-1).expand(*chosen.shape, pool.shape[-1])

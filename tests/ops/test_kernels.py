@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clusterattn as ca
-from clusterattn.ops import choose, draw
+from clusterattn.ops import beside, choose, draw
 from clusterattn.ops._jit import HAVE_TRITON, INTERPRETING
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -127,21 +127,65 @@ def test_groups_are_equally_good(metric: str, start: str) -> None:
     assert torch.allclose(one.means, two.means, atol=0.2)
 
 
-@pytest.mark.parametrize("heads", [2, 4], ids=["own", "grouped"])
-def test_keys_beside_values_are_the_same_points(heads: int) -> None:
-    (q, k, v), _, _ = inputs((1, heads, 2, 50, 70, 24, 40), torch.float32)
-    clusters = ca.groups(q, k, method="refined:clusters=4,top=2,parts=1,slope=false,steps=2")
+def seen_keys(
+    heads: int, dtype: torch.dtype, backend: str, d: int = 24
+) -> tuple[torch.Tensor, torch.Tensor, beside.View]:
+    """Keys, values and what they are seen by."""
+    (q, k, v), _, _ = inputs((1, heads, 2, 50, 70, d, 40), dtype)
+    clusters = ca.groups(q, k, method="refined:clusters=4,top=2,parts=1,slope=false,steps=2", backend="reference")
     draw_at = torch.Generator().manual_seed(3)
     queries_at = torch.randint(50, (1, heads, 6), generator=draw_at).to(DEVICE)
     keys_at = torch.randint(70, (1, 2, 40), generator=draw_at).to(DEVICE)
     queries_at[..., -1], keys_at[..., -2:] = -1, -1
-    plain, kernel = (
-        choose(name).beside(q, k, v, clusters.means, clusters.labels, queries_at, keys_at)
-        for name in ("reference", "triton")
+    return k, v, choose(backend).view(q, k, v, clusters.means, clusters.labels, queries_at, keys_at)
+
+
+@pytest.mark.parametrize("heads", [2, 4], ids=["own", "grouped"])
+def test_keys_beside_values_are_the_same_points(heads: int) -> None:
+    (plain, *_), (kernel, *_) = (
+        choose(name).beside(*seen_keys(heads, torch.float32, name)) for name in ("reference", "triton")
     )
     assert torch.allclose(plain, kernel, atol=1e-4)
     spread = plain[..., -40:].var(2, correction=0).sum(-1).sqrt()  # of the values, over all keys: nearly that of some
     assert torch.allclose(spread, torch.ones_like(spread), atol=0.25)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_points_of_some_keys_are_those_of_all(backend: str) -> None:
+    k, v, seen = seen_keys(2, torch.float32, backend)
+    everybody, *nothing = choose(backend).beside(k, v, seen)
+    assert nothing == [None, None]
+    first_at, second_at = torch.tensor([5, 69, -1, 3]).to(DEVICE).expand(1, 2, 4), torch.arange(67, device=DEVICE) - 1
+    second_at = torch.stack([second_at, second_at.flip(0)])[None]
+    for lots in ((first_at, second_at), (first_at,)):
+        points, *places = choose(backend).beside(k, v, seen, *lots)
+        assert points.shape == (1, 2, sum(at.shape[2] for at in lots), everybody.shape[3])
+        for at, place in zip(lots, places, strict=False):
+            assert torch.equal(at < 0, place < 0)
+            real = (at >= 0).unsqueeze(-1)
+            theirs = (x.gather(2, where.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) * real
+                      for x, where in ((points, place), (everybody, at)))  # fmt: skip
+            torch.testing.assert_close(*theirs)
+        assert places[1] is None or len(lots) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "half"])
+@pytest.mark.parametrize(("d", "parts"), [(24, 7), (24, 64), (40, 100), (136, 20)])
+def test_the_nearest_of_points_that_nobody_writes(d: int, parts: int, dtype: torch.dtype) -> None:
+    """The same as of written points, but for such as are equally near."""
+    ops = choose("triton")
+    k, v, seen = seen_keys(2, dtype, "triton", d)
+    points, *_ = ops.beside(k, v, seen)
+    start_at = (torch.randperm(70, generator=torch.Generator().manual_seed(1))[:parts]).to(DEVICE).expand(1, 2, -1)
+    start_at = torch.where(torch.arange(start_at.shape[2], device=DEVICE) == 2, -1, start_at)  # one that never was
+    found = ops.kmeans(points, None, start_at, updates=1)
+    got, wanted = ops.nearest_beside(k, v, seen, found), ops.nearest(points, found)
+    assert got.shape == wanted.shape == (1, 2, 70)
+    assert (got == wanted).float().mean() > 0.98
+    assert (got != 2).all()
+    scores = (points.double() - found.origin.double()) @ found.right.double().mT + found.offset.double().unsqueeze(-2)
+    short = scores.amax(-1) - scores.gather(-1, got.unsqueeze(-1)).squeeze(-1)
+    assert (short <= (1e-4 if dtype == torch.float32 else 1e-2) * scores[scores.isfinite()].abs().max()).all()
 
 
 def test_opcheck_with_kernels() -> None:
@@ -156,6 +200,8 @@ def test_opcheck_with_kernels() -> None:
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
     c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, "triton")
     part_order, part_first = ops.members(torch.arange(14, device=DEVICE).view(1, 1, 14) % 2, 2, "triton")
+    centres = torch.ones(1, 1, 33, device=DEVICE)
+    found = [torch.randn(size, device=DEVICE) for size in ((1, 4, 19), (1, 4), (1, 1, 19))]
     one, two = (None, None, None), (part_order, part_first, torch.full((1, 2, 3), 1 / 3, device=DEVICE))
     for op, args in (
         (ops.take, (k, at, "triton")),
@@ -173,7 +219,10 @@ def test_opcheck_with_kernels() -> None:
         (ops.near_and_far, (q, c, k, v, keep, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 1, False, "triton")),
         (ops.near_and_far, (q, c, k, v, None, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 2, True, "triton")),
         (ops.near_and_far, (q, c, k, v, None, labels, order, first, *two, 0.25, 3, 0, 0, 0, 2, 1, False, "triton")),
-        (ops.beside, (q.detach(), k.detach(), v.detach(), c.detach(), labels, at, at[:, :1], "triton")),
+        (ops.view, (q.detach(), k.detach(), v.detach(), c.detach(), labels, at, at[:, :1], "triton")),
+        (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, None, None, "triton")),
+        (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, at[:, :1], at[:, 1:, 1:], "triton")),
+        (ops.nearest_beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, *found, "triton")),
         (ops.bucketed, (q, k, v, *seating)),
     ):
         torch.library.opcheck(op, args)

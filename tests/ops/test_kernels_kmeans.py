@@ -128,6 +128,35 @@ def test_far_starts_lie_farther_apart_than_random_ones() -> None:
     assert (reach(chosen) < 0.8 * reach(pool_at[:, :, ::8])).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "half"])
+@pytest.mark.parametrize(
+    ("n", "d", "c"), [(150, 16, 7), (90, 20, 16), (200, 64, 100), (70, 80, 256), (70, 64, 300), (40, 200, 40)]
+)
+def test_nobody_is_nearer_than_the_nearest(n: int, d: int, c: int, dtype: torch.dtype) -> None:
+    """Those that never were are nobody's; a head where none was has the first."""
+    x = points(1, 3, n, d, dtype)
+    right = points(1, 3, c, d).view(3, c, d) - 5
+    origin = x.float().mean(2).view(3, 1, d)
+    offset = -0.5 * right.square().sum(-1)
+    offset[:, ::3] = float("-inf")
+    offset[2] = float("-inf")
+    got = kernels.nearest(x, right, offset, origin)
+    assert got.shape == (3, n)
+    assert (got[2] == 0).all()
+    x64 = x[0].double() - origin.double()
+    scores = (x64 @ right.to(dtype).double().mT + offset.double().unsqueeze(1))[:2]
+    short = scores.amax(-1) - scores.gather(-1, got[:2].unsqueeze(-1)).squeeze(-1)
+    assert (short <= (1e-5 if dtype == torch.float32 else 2e-3) * scores[scores.isfinite()].abs().max()).all()
+
+
+def test_ties_of_codes_go_to_the_lowest() -> None:
+    x = torch.where(points(1, 1, 200, 16, torch.float16) > 5, 1.0, -1.0).half()
+    right = x[0, :, torch.arange(90) % 45]
+    labels = kernels.nearest(x, right, torch.zeros(1, 90, device=DEVICE), None)
+    assert torch.equal(labels, reference.nearest(x, right, torch.zeros(1, 90, device=DEVICE), None))
+    assert labels.max() < 45
+
+
 def test_growth_ends_where_it_should() -> None:
     for c in (1, 2, 3, 7, 100, 1000):
         sizes = reference.growth(c)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._chunks import wide
+from ..kmeans import reference as kmeans
 from ..kmeans.reference import rows_at
 from ..rows import broadcast
 
@@ -24,17 +25,37 @@ def _spread(x: Tensor, at: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def beside(
+def view(
     q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor
-) -> Tensor:
-    (b, hk, m, d) = k.shape
+) -> tuple[Tensor, Tensor]:
+    (b, hk, _, d) = k.shape
     theirs = torch.where(queries_at >= 0, labels.gather(2, queries_at.clamp(min=0)), -1)
     apart = (wide(rows_at(q, queries_at)) - wide(broadcast(means, theirs))) * (theirs >= 0).unsqueeze(-1)
-    view = apart.reshape(b, hk, q.shape[1] // hk * apart.shape[2], d).mT  # (b hk d r)
+    directions = apart.reshape(b, hk, q.shape[1] // hk * apart.shape[2], d)
     key_centre, value_centre = (wide(rows_at(x, keys_at[..., :1])) for x in (k, v))
-    view = (view / _spread((wide(rows_at(k, keys_at)) - key_centre) @ view, keys_at)).to(k.dtype)
+    directions = directions / _spread((wide(rows_at(k, keys_at)) - key_centre) @ directions.mT, keys_at)
     shrink = _spread(wide(rows_at(v, keys_at)) - value_centre, keys_at)
+    return directions.to(k.dtype), torch.cat([key_centre, value_centre, shrink], -1).squeeze(2)
+
+
+def beside(
+    k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, first_at: Tensor | None, second_at: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    at = None if first_at is None else first_at if second_at is None else torch.cat([first_at, second_at], -1)
+    places = torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device)
+    if at is not None:
+        places = torch.where(at >= 0, torch.arange(at.shape[2], device=at.device), -1)
+        k, v = rows_at(k, at), rows_at(v, at)
+    (b, hk, many, d), e = k.shape, v.shape[3]
+    centres = centres.to(k.dtype).unsqueeze(2)
+    key_centre, value_centre, shrink = centres[..., :d], centres[..., d : d + e], centres[..., d + e :]
     # the centre is taken off before the product is rounded
-    offset = -(key_centre.to(k.dtype) @ view).flatten(0, 1)
-    seen = torch.baddbmm(offset, k.flatten(0, 1), view.flatten(0, 1)).view(b, hk, m, view.shape[-1])
-    return torch.cat([seen, (v - value_centre.to(v.dtype)) / shrink.to(v.dtype)], -1)
+    offset = -(key_centre @ directions.mT).flatten(0, 1)
+    seen = torch.baddbmm(offset, k.flatten(0, 1), directions.mT.flatten(0, 1)).view(b, hk, many, directions.shape[2])
+    return torch.cat([seen, (v - value_centre) / shrink], -1), places
+
+
+def nearest_beside(
+    k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, right: Tensor, offset: Tensor, origin: Tensor
+) -> Tensor:
+    return kmeans.nearest(beside(k, v, directions, centres, None, None)[0], right, offset, origin)

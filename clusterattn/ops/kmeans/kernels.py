@@ -1,6 +1,7 @@
-"""k-means: codes, starts, the assignment of everybody, a product on tensor cores, and the members' means.
+"""k-means: codes, starts, and the members' means.
 
-Training is in train.py, starts that lie far apart in far.py. Sums are split over programs and added up in a fixed
+Training is in train_kernels.py, starts that lie far apart in far_kernels.py, the assignment of everybody in
+nearest_kernels.py. Sums are split over programs and added up in a fixed
 order: the same inputs give the same bits.
 """
 
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import jit, power, rows, tl
 from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
 from . import dtype_of_codes, padded
 from .far_kernels import far
+from .nearest_kernels import nearest
 from .reference import FEW, rows_at
 from .train_kernels import fits, move, seen_by, train, train_apart
 
@@ -60,37 +62,6 @@ def codes(x: Tensor, planes: Tensor, thresholds: Tensor | None) -> Tensor:
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
     return out
-
-
-@jit
-def nearest_kernel(
-    X, ORIGIN, W, OFFSET, LABELS, n, d, c, heads, sxb, sxh, sxn,
-    HAS_ORIGIN: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    lead = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    dims = tl.arange(0, BD)
-    real, wide = at < n, dims < d
-    x = tl.load(
-        X + (lead // heads) * sxb + (lead % heads) * sxh + at.to(tl.int64)[:, None] * sxn + dims[None, :],
-        mask=real[:, None] & wide[None, :], other=0.0,
-    )  # fmt: skip
-    if HAS_ORIGIN:
-        origin = tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)
-        x = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
-    best = tl.full((BN,), float("-inf"), tl.float32)
-    label = tl.zeros((BN,), tl.int32)
-    for first in range(0, c, BC):
-        which = first + tl.arange(0, BC)
-        w = tl.load(
-            W + (lead * c + which[:, None]) * d + dims[None, :], mask=(which[:, None] < c) & wide[None, :], other=0.0
-        )
-        offset = tl.load(OFFSET + lead * c + which, mask=which < c, other=float("-inf"))
-        scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
-        highest, index = tl.max(scores, axis=1, return_indices=True)
-        label = tl.where(highest > best, index + first, label)
-        best = tl.maximum(best, highest)
-    tl.store(LABELS + lead * n + at, label.to(tl.int64), mask=real)
 
 
 @jit
@@ -175,31 +146,6 @@ def start_kernel(
 
 def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float().contiguous()
-
-
-def _tiles(points: Tensor, clusters: int) -> dict[str, int]:
-    """Rows and centroids of a tile, by the width of a row: what shared memory has room for."""
-    wide = power(points.shape[-1])
-    rows = 128 if points.element_size() == 2 or wide <= 64 else 64 if wide <= 128 else 32
-    return {"BN": rows, "BC": min(32, power(clusters)), "BD": wide, "num_stages": 3 if rows > 32 else 1}
-
-
-def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
-    """points (b h n d), right (lead c d), offset (lead c), origin (lead 1 d) -> labels (lead n)."""
-    points, right, origin = rows(points), right.to(points.dtype).contiguous(), _dense(origin)
-    (b, h, n, d), c = points.shape, right.shape[1]
-    labels = torch.zeros if 0 in (points.numel(), c) else torch.empty
-    found = labels(b * h, n, dtype=torch.int64, device=points.device)
-    if found.numel() == 0 or c == 0:
-        return found
-    tiles = _tiles(points, c)
-    launch(
-        nearest_kernel, (cdiv(n, tiles["BN"]), b * h),
-        (points, origin if origin is not None else right, right, offset.float().contiguous(), found),
-        (n, d, c, h, *points.stride()[:3]),
-        HAS_ORIGIN=origin is not None, PRECISION=precision(points), num_warps=4, **tiles,
-    )  # fmt: skip
-    return found
 
 
 def _add_up(parts: Tensor, counts: Tensor, dtype: torch.dtype, mean: bool) -> tuple[Tensor, Tensor]:
