@@ -1,13 +1,12 @@
-"""Each centroid's near keys, without a sort.
+"""Each centroid's near keys, without a sort and without its scores in memory.
 
-Scores go to memory once, with the largest of each group of neighbouring keys. The ``top`` best keys of a row can only
-lie in its ``top`` best groups; and of these few scores a binary search over their bits finds the threshold. The chosen
+A pass over the keys writes the largest score of every few neighbouring keys, a group, and of every span of groups. The
+``top`` best keys of a row can only lie in its ``top`` best groups, and these only in its ``top`` best spans: three
+searches for a threshold among a few hundred numbers each, and the few keys that are left are scored anew. The chosen
 keys become a list and a bit mask, (lead words rows): a word has 32 keys, and a tile of rows reads its words together.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .reference import Reach
+
+GROUP = 4  # keys
 
 
 @jit
@@ -71,125 +72,239 @@ def near_down(BITS, lead, row, rows, words, first, place):
 
 
 @jit
-def scores_kernel(
-    C, K, KEEP, SCORES, BEST, BITS, rows, m, d, heads, group, scale, per, first, step, groups, tiles, words,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, GROUP: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+def _rounded(best, scale):
+    """A score before it becomes fp16: what is seen stays above -inf."""
+    return tl.maximum(best * scale, -60000.0)
+
+
+@jit
+def maxima_kernel(
+    C, K, KEEP, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The best score of each group and span of a few tiles of keys; tiles that no row here may see are left out. FLIP:
+    the scale is negative, so that the lowest product is the best."""
     lead = tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
+    begin = tl.program_id(0) * tiles
+    end = tl.minimum(begin + tiles, tl.cdiv(m, BM))
+    word = begin * (BM // 32) + tl.arange(0, BW)  # nobody is near yet
+    tl.store(
+        BITS + (lead * words + word[:, None]) * rows + row[None, :], tl.zeros((BW, BC), tl.int32),
+        mask=(word < tl.minimum(end * (BM // 32), words))[:, None] & (row < rows)[None, :],
+    )  # fmt: skip
     c = tl.load(
         C + (lead * rows + row[:, None]) * d + dims[None, :],
         mask=(row[:, None] < rows) & (dims[None, :] < d),
         other=0.0,
     )
-    limit = _limit(row, m, per, first, step)
-    for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
-        key = tile * BM + tl.arange(0, BM)
-        for word in tl.static_range(BM // 32):  # nobody is near yet
-            empty = (row < rows) & (tile * (BM // 32) + word < words)
-            tl.store(BITS + (lead * words + tile * (BM // 32) + word) * rows + row, tl.zeros((BC,), tl.int32), empty)
+    limit = row
+    if PREFIX:
+        limit = _limit(row, m, per, first, step)
+        end = tl.minimum(end, tl.cdiv(tl.max(tl.where(row < rows, limit, 0)), BM))
+    # Columns of the product are keys in such an order that a thread, which holds two of every eight columns, has
+    # neighbours
+    column = tl.arange(0, BM)
+    place = column % 8 // 2 * (BM // 4) + column // 8 * 2 + column % 2
+    best_at = BEST + (lead * rows + row[:, None]) * columns * (BM // GROUP) + tl.arange(0, BM // GROUP)[None, :]
+    span_at = SPANS + (lead * rows + row[:, None]) * columns * (BM // SPAN) + tl.arange(0, BM // SPAN)[None, :]
+    for tile in range(begin, end):
+        key = tl.minimum(tile * BM + place, m - 1)  # behind the last key it is seen again, so no group is empty
         k = tl.load(
             K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
-            mask=(key[:, None] < m) & (dims[None, :] < d), other=0.0,
+            mask=(dims < d)[None, :], other=0.0,
         )  # fmt: skip
-        s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-        s = tl.minimum(tl.maximum(s, -60000.0), 60000.0)  # the range of fp16
-        seen = key < m
+        s = tl.dot(c, tl.trans(k), input_precision=PRECISION)
+        if FLIP:
+            s = -s
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
-        s = tl.where(seen[None, :], s, float("-inf"))
+            s = tl.where((tl.load(KEEP + batch * seb + head * seh + key) != 0)[None, :], s, float("-inf"))
         if PREFIX:
             s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
-        tl.store(
-            SCORES + (lead * rows + row[:, None]) * m + key[None, :],
-            s.to(SCORES.dtype.element_ty),
-            mask=(row[:, None] < rows) & (key[None, :] < m),
-        )
-        if GROUP:
-            best = tl.max(tl.reshape(s, (BC, BM // GROUP, GROUP)), 2)
-            mine = tile * (BM // GROUP) + tl.arange(0, BM // GROUP)
-            tl.store(
-                BEST + (lead * rows + row[:, None]) * groups + mine[None, :],
-                best.to(BEST.dtype.element_ty),
-                mask=(row[:, None] < rows) & (mine[None, :] < groups),
-            )
+        s = tl.permute(tl.reshape(s, (BC, BM // 8, 4, 2)), (0, 2, 1, 3))
+        best = tl.max(tl.reshape(s, (BC, BM // GROUP, GROUP)), 2)
+        value = _rounded(best, tl.abs(scale))
+        if HAS_KEEP or PREFIX:
+            value = tl.where(best == float("-inf"), best, value)
+        span = tl.max(tl.reshape(value, (BC, BM // SPAN, SPAN // GROUP)), 2)
+        tl.store(best_at + tile * (BM // GROUP), value.to(BEST.dtype.element_ty), mask=(row < rows)[:, None])
+        tl.store(span_at + tile * (BM // SPAN), span.to(SPANS.dtype.element_ty), mask=(row < rows)[:, None])
 
 
 @jit
-def _threshold(u, top, WIDTH: tl.constexpr):
-    """The top-th largest of the numbers u, of WIDTH bits each, bit by bit."""
-    threshold = tl.full((), 0, u.dtype)
-    for i in tl.static_range(WIDTH):
-        candidate = threshold | tl.full((), 1 << (WIDTH - 1 - i), u.dtype)
-        threshold = tl.where(tl.sum((u >= candidate).to(tl.int32)) >= top, candidate, threshold)
-    return threshold
-
-
-@jit
-def _chosen(u, top, WIDTH: tl.constexpr):
-    """Exactly the top largest: all above the threshold, and the first of those on it. Never -inf."""
-    threshold = _threshold(u, top, WIDTH)
-    above, on = u > threshold, u == threshold
-    left = top - tl.sum(above.to(tl.int32))
-    chosen = above | (on & (tl.cumsum(on.to(tl.int32), 0) <= left))
-    if WIDTH == 16:
-        chosen = chosen & (u > 0x3FF)
+def _ordered(x):
+    """Floats of 16 or 32 bits as whole numbers in the same order."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        u = bits ^ ((bits >> 15) & 0x7FFF)
     else:
-        chosen = chosen & (u > 0x7FFFFF)
-    return chosen
-
-
-@jit
-def _ordered(s, WIDTH: tl.constexpr):
-    """Floats as whole numbers in the same order."""
-    if WIDTH == 16:
-        bits = s.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        u = tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
-    else:
-        bits = s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        u = tl.where(bits >= 0x80000000, 0xFFFFFFFF - bits, bits + 0x80000000)
+        bits = x.to(tl.int32, bitcast=True)
+        u = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return u
 
 
 @jit
-def _list(LIST, chosen, what, top, BT: tl.constexpr):
-    """Write the chosen ones in their order, then -1 up to ``top``."""
-    tl.store(LIST + tl.cumsum(chosen.to(tl.int32), 0) - 1, what, mask=chosen)
-    slot = tl.arange(0, BT)
-    found = tl.sum(chosen.to(tl.int32), 0)
-    tl.store(LIST + slot, tl.full((BT,), -1, LIST.dtype.element_ty), mask=(slot >= found) & (slot < top))
+def _reaching(u, least, N: tl.constexpr, HALF: tl.constexpr):
+    """How many of N numbers are no less. Those of 16 bits are counted by the signs of differences: half the work."""
+    if HALF:
+        count = N - tl.sum(((u - least).to(tl.uint32) >> 31).to(tl.int32), 0)
+    else:
+        count = tl.sum((u >= least).to(tl.int32), 0)
+    return count
 
 
 @jit
-def groups_kernel(BEST, CHOSEN, groups, top, BG: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr):
-    """The ``top`` best groups of one row, in the order of their positions."""
-    row, group = tl.program_id(0).to(tl.int64), tl.arange(0, BG)
-    u = _ordered(tl.load(BEST + row * groups + group, mask=group < groups, other=float("-inf")), WIDTH)
-    _list(CHOSEN + row * top, _chosen(u, top, WIDTH), group, top, BT)
+def _best(s, seen, top, guess, N: tl.constexpr):
+    """Which of N scores are the ``top`` largest of those seen, of equal ones the first; and a threshold, as a whole
+    number, that they reach. By halving, after a first try with the guess or with the least seen. As many reach the
+    threshold of the level before, unless a score came out a last bit lower: so it is tried, not trusted."""
+    HALF: tl.constexpr = s.dtype.primitive_bitwidth == 16
+    never = _ordered(tl.full((), float("-inf"), s.dtype))
+    u = tl.where(seen, _ordered(s), never)
+    low, high, reached = never, tl.max(u, 0), 0
+    middle = tl.maximum(guess, tl.min(tl.where(u > never, u, 0x7FFFFFFF), 0))
+    while low < high:
+        count = _reaching(u, middle, N, HALF)
+        reached = tl.where(count >= top, count, reached)
+        low = tl.where(count >= top, middle, low)
+        high = tl.where(count > top, high, tl.where(count == top, middle, middle - 1))
+        middle = (low | high) - ((low ^ high) >> 1)  # of the two upwards, in 32 bits
+    chosen = u >= tl.maximum(low, never + 1)
+    if reached > top:  # equal ones
+        above, on = u > low, u == low
+        chosen = above | (on & (tl.cumsum(on.to(tl.int32), 0) <= top - tl.sum(above.to(tl.int32), 0)))
+    return chosen, low
+
+
+@jit
+def _counts(word):
+    """How many bits are set in each two, four and eight of a word."""
+    twos = word - ((word >> 1) & 0x55555555)
+    fours = (twos & 0x33333333) + ((twos >> 2) & 0x33333333)
+    return twos, fours, (fours + (fours >> 4)) & 0x0F0F0F0F
+
+
+@jit
+def _places(chosen, N: tl.constexpr, BT: tl.constexpr):
+    """The places of the chosen among N, in order, then -1. They become bits of words: the bit of a rank is found by
+    halving over the words, then inside its word."""
+    word = tl.sum(tl.where(tl.reshape(chosen, (N // 32, 32)), (1 << tl.arange(0, 32))[None, :], 0), 1).to(tl.uint32)
+    _, _, eights = _counts(word)
+    until = tl.cumsum(((eights * 0x01010101) >> 24).to(tl.int32), 0)
+    rank = tl.arange(0, BT)
+    found = rank < tl.max(until, 0)
+    at = tl.zeros((BT,), tl.int32)
+    for i in tl.static_range(16):
+        if (N // 64) >> i > 0:
+            at += tl.where(tl.gather(until, at + ((N // 64 >> i) - 1), 0) <= rank, N // 64 >> i, 0)
+    rank -= tl.where(at > 0, tl.gather(until, tl.maximum(at - 1, 0), 0), 0)
+    word, bit = tl.gather(word, at, 0), tl.zeros((BT,), tl.uint32)
+    twos, fours, eights = _counts(word)
+    for i in tl.static_range(5):
+        if i == 0:
+            low = (eights + (eights >> 8)) & 0xFF
+        elif i == 1:
+            low = (eights >> bit) & 0xFF
+        elif i == 2:
+            low = (fours >> bit) & 0xF
+        elif i == 3:
+            low = (twos >> bit) & 3
+        else:
+            low = (word >> bit) & 1
+        low = low.to(tl.int32)
+        behind = rank >= low
+        rank -= tl.where(behind, low, 0)
+        bit += tl.where(behind, 16 >> i, 0).to(tl.uint32)
+    return tl.where(found, at * 32 + bit.to(tl.int32), -1)
+
+
+@jit
+def _among(LIST, place, EACH: tl.constexpr):
+    """What the places stand for, where each entry of a list stands for so many."""
+    there = place >= 0
+    entry = tl.load(LIST + place // EACH, mask=there, other=0).to(tl.int32)
+    return tl.where(there, entry * EACH + place % EACH, -1)
+
+
+@jit
+def _write(LIST, what, top, BT: tl.constexpr):
+    """In memory, so that every thread may read what it needs."""
+    tl.debug_barrier()  # behind those who read what it was
+    tl.store(LIST + tl.arange(0, BT), what.to(tl.int64), mask=tl.arange(0, BT) < top)
+    tl.debug_barrier()  # before those who read it
 
 
 @jit
 def select_kernel(
-    SCORES, CHOSEN, NEAR, BITS, rows, m, words, top, GROUP: tl.constexpr, ALL: tl.constexpr,
-    BK: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr,
+    C, K, KEEP, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The best keys of the chosen groups (ALL: of the whole row), in the order of their positions."""
-    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BK)
-    key = slot
-    if not ALL:
-        place = slot // GROUP
-        group = tl.load(CHOSEN + row * top + place, mask=place < top, other=-1)
-        key = tl.where(group < 0, m, group * GROUP + slot % GROUP)
-    u = _ordered(tl.load(SCORES + row * m + key, mask=key < m, other=float("-inf")), WIDTH)
-    chosen = _chosen(u, top, WIDTH)
-    _list(NEAR + row * top, chosen, key.to(tl.int64), top, BT)
-    tl.atomic_or(BITS + (row // rows * words + key // 32) * rows + row % rows, 1 << (key % 32), mask=chosen)
+    """The near keys of one row, by the best of its spans (LEVELS 3), the best groups of these (LEVELS 2) and the best
+    keys of these. Where there are no more than ``top`` spans, or groups, all are looked at. What a level has found
+    stands where the near keys will."""
+    EACH: tl.constexpr = SPAN // GROUP
+    lead, row = tl.program_id(0) // rows, tl.program_id(0) % rows
+    at = tl.program_id(0).to(tl.int64)
+    limit = _limit(row, m, per, first, step)
+    LIST = NEAR + at * top
+    slot, guess = tl.arange(0, BT), -0x7FFFFFFF
+    if LEVELS > 2:
+        span = tl.arange(0, BS)
+        s = tl.load(SPANS + at * columns * (BM // SPAN) + span, mask=span // 8 * 8 * SPAN < limit, other=0.0)
+        chosen, guess = _best(s, span * SPAN < limit, top, guess, BS)
+        _write(LIST, _places(chosen, BS, BT), top, BT)
+    if LEVELS > 1:
+        span = slot
+        if LEVELS > 2:
+            span = tl.load(LIST + slot, mask=slot < top, other=-1).to(tl.int32)
+        which = span[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        there = ((span >= 0) & (span * SPAN < limit))[:, None]
+        s = tl.reshape(tl.load(BEST + at * columns * (BM // GROUP) + which, mask=there, other=0.0), (BT * EACH,))
+        seen = tl.reshape(there & (which * GROUP < limit), (BT * EACH,))
+        chosen, guess = _best(s, seen, top, guess, BT * EACH)
+        place = _places(chosen, BT * EACH, BT)
+        if LEVELS > 2:
+            place = _among(LIST, place, EACH)
+        _write(LIST, place, top, BT)
+    key = tl.arange(0, BT * GROUP)
+    if LEVELS > 1:
+        entry = tl.load(LIST + key // GROUP, mask=key // GROUP < top, other=-1).to(tl.int32)
+        key = tl.where(entry < 0, m, entry * GROUP + key % GROUP)
+    batch, head = (lead // heads).to(tl.int64), (lead % heads) // group
+    seen = key < limit
+    if HAS_KEEP:
+        seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=seen, other=0) != 0)
+    s = tl.zeros((BT * GROUP,), tl.float32)
+    k_from = K + batch * skb + head * skh + tl.where(seen, key, 0).to(tl.int64)[:, None] * skm
+    for start in range(0, d, AHEAD * BD):
+        for i in tl.static_range(AHEAD):
+            dims = start + i * BD + tl.arange(0, BD)
+            c = tl.load(C + at * d + dims, mask=dims < d, other=0.0).to(tl.float32)
+            k = tl.load(k_from + dims[None, :], mask=(dims < d)[None, :], other=0.0).to(tl.float32)
+            s += tl.sum(k * c[None, :], 1)
+    chosen, _ = _best(_rounded(s, scale).to(BEST.dtype.element_ty), seen, top, guess, BT * GROUP)
+    key = _places(chosen, BT * GROUP, BT)
+    if LEVELS > 1:
+        key = _among(LIST, key, GROUP)
+    _write(LIST, key, top, BT)
+    word = BITS + (lead.to(tl.int64) * words + key // 32) * rows + row
+    tl.atomic_or(word, 1 << (key % 32), mask=key >= 0, sem="relaxed")
 
 
 def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
     return {"BC": min(128 if half else 32, power(clusters)), "BM": 64, "BD": wide, "num_warps": 4}
+
+
+def _search_tiles(size: int, d: int, top: int, spans: int, span: int) -> dict[str, int]:
+    """size: bytes of a number. Up to 1024 numbers one warp finds its way without waiting for others. A thread takes 16
+    bytes of a key at once, and asks for as many pieces ahead as its registers hold."""
+    few, most = power(top, least=8), power(spans, least=32) if spans > top else 32
+    warps = max(1, min(16, max(most, few * span // GROUP) // 1024))
+    pieces = min(power(d) * size // 16, 8, 64 * 32 * warps // (few * GROUP))
+    return {"BS": most, "BT": few, "BD": 16 // size, "AHEAD": max(1, pieces), "num_warps": warps}
 
 
 def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
@@ -198,36 +313,30 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, cdiv(m, 32)
     half = k.dtype != torch.float32  # fp16 tells scores apart as finely as half-precision products can
-    dtype, width = (torch.float16, 16) if half else (torch.float32, 32)
     tile = _score_tiles(half, clusters, power(d))
-    # As many groups to choose from as scores in the chosen ones; a short row is searched as a whole.
-    group = 0 if m <= max(512, 16 * top) else min(tile["BM"], power(math.isqrt(m // top), least=8))
-    groups = cdiv(m, group) if group else 0
-    scores = torch.empty(lead, clusters, m, dtype=dtype, device=c.device)
-    best = torch.empty(lead, clusters, groups, dtype=dtype, device=c.device)
-    bits = torch.empty(lead, words, clusters, dtype=torch.int32, device=c.device)
     columns, row_tiles = cdiv(m, tile["BM"]), cdiv(clusters, tile["BC"])
-    tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
-    launch(
-        scores_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), scores, best, bits),
-        (clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, groups, tiles, words,
-        *k.stride()[:3], *keys.keep_strides),
-        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, GROUP=group, PRECISION=precision(k), num_stages=3, **tile,
-    )  # fmt: skip
-    chosen = torch.empty(lead, clusters, top if group else 0, dtype=torch.int32, device=c.device)
-    few = power(top, least=1)
-    if group:
-        many = power(groups)
-        launch(
-            groups_kernel, (lead * clusters,), (best, chosen), (groups, top),
-            BG=many, BT=few, WIDTH=width, num_warps=max(1, min(8, many // 1024)),
-        )  # fmt: skip
+    span = 64 if m * GROUP >= 2048 * top else 32  # about as many spans as groups in the best ones
+    spans, groups = cdiv(m, span), cdiv(m, GROUP)
+    padded = cdiv(columns, 16) * 16  # rows of maxima begin at whole vectors
+    dtype = torch.float16 if half else torch.float32
+    best = torch.empty(lead, clusters, padded * (tile["BM"] // GROUP), dtype=dtype, device=c.device)
+    best_spans = torch.empty(lead, clusters, padded * (tile["BM"] // span), dtype=dtype, device=c.device)
+    bits = torch.empty(lead, words, clusters, dtype=torch.int32, device=c.device)
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
-    many = few * group if group else power(m)
+    tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
+    view = clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, padded
+    strides = *k.stride()[:3], *keys.keep_strides
     launch(
-        select_kernel, (lead * clusters,), (scores, chosen, near, bits), (clusters, m, words, top),
-        GROUP=max(group, 1), ALL=group == 0, BK=many, BT=few, WIDTH=width,
-        num_warps=max(1, min(8, many // 256)),
+        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), best, best_spans, bits),
+        (*view, tiles, words, *strides),
+        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, FLIP=reach.scale < 0, GROUP=GROUP, SPAN=span, BW=16,
+        PRECISION=precision(k), num_stages=3, **tile,
+    )  # fmt: skip
+    launch(
+        select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), best, best_spans, near, bits),
+        (*view, words, top, *strides),
+        HAS_KEEP=keys.keep is not None, LEVELS=1 + (groups > top) + (spans > top), GROUP=GROUP, SPAN=span,
+        BM=tile["BM"], **_search_tiles(k.element_size(), d, top, spans, span),
     )  # fmt: skip
     return near, bits
 
