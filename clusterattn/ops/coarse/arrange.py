@@ -1,7 +1,8 @@
-"""Keys and values as the kernels walk over them: as they came, or copied in the order of their parts.
+"""Keys and values as the kernels walk over them: as they came, or in the order of their parts.
 
-A copy costs one pass over the keys and makes each part a stretch of rows: the kernels read whole tiles, and the bit
-mask of near keys in whole words. Gradients go back to where the keys came from. On their way those of near keys, which
+In that order each part is a stretch: kernels read whole tiles, and the bit mask of near keys in whole words. Forward
+looks the rows up one by one, which costs less than a copy; backward, which reads them more often and writes as many
+gradients, makes the copy. Gradients go back to where the keys came from. On their way those of near keys, which
 come cluster by cluster, are added up key by key: sorted by stretches of keys, then picked by a product with ones.
 """
 
@@ -24,8 +25,14 @@ class Arranged:
     k: Tensor  # (b hk m d)
     v: Tensor  # (b hk m e)
     keep: Tensor | None  # (b m), or (b hk m) where they were moved: False for a key that is not real
-    order: Tensor | None = None  # (b*hk m): where each came from
+    order: Tensor | None = None  # (b*hk m): where each came from, or stands
     first: Tensor | None = None  # (b*hk p+2): where each part begins
+    moved: bool = True  # with an order: the rows are a copy in that order
+
+    @property
+    def by_order(self) -> bool:
+        """Rows are looked up."""
+        return self.order is not None and not self.moved
 
     @property
     def keep_strides(self) -> tuple[int, int]:
@@ -38,6 +45,17 @@ class Arranged:
 
     def first_or(self, other: Tensor) -> Tensor:
         return other if self.first is None else self.first
+
+    def order_or(self, other: Tensor) -> Tensor:
+        return other if self.order is None else self.order
+
+
+@jit
+def rows_of(ORDER, lead, place, m, BY_ORDER: tl.constexpr):
+    """The rows of the keys at these places."""
+    if BY_ORDER:
+        place = tl.load(ORDER + lead * m + place, mask=place < m, other=0)
+    return place
 
 
 @jit
@@ -98,6 +116,11 @@ def put_back_kernel(
     to = (lead * m + to)[:, None]
     tl.store(TO_K + to * d + dims[None, :], dk.to(TO_K.dtype.element_ty), mask=of_k)
     tl.store(TO_V + to * e + values[None, :], dv.to(TO_V.dtype.element_ty), mask=of_v)
+
+
+def in_order(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:
+    """As ``arrange``, without a copy."""
+    return Arranged(rows(k), rows(v), None if keep is None else keep.contiguous(), order, first, moved=False)
 
 
 def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._jit import THIN, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
-from .arrange import Arranged
+from .arrange import Arranged, rows_of
 from .near import _limit, across, near_across, select
 from .reference import Reach
 from .slope import slope_of
@@ -37,10 +37,11 @@ def _stretch(FIRST, place, part, parts, m, split, splits, stretch, HAS_PARTS: tl
 
 @jit
 def coarse_fwd_kernel(
-    C, K, V, KEEP, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE, LEVEL,
+    C, K, V, KEEP, ORDER, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE, LEVEL,
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, BY_ORDER: tl.constexpr,
+    TANGENT: tl.constexpr,
     WHOLE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +58,10 @@ def coarse_fwd_kernel(
         mask=(row[:, None] < rows) & (dims[None, :] < d),
         other=0.0,
     )
-    begin, end, low, stop = _stretch(
-        FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
-    )
+    key_lead = batch * (heads // group) + head
+    begin, end, low, stop = _stretch(FIRST, key_lead, part, parts, m, split, splits, stretch, HAS_PARTS, BM)
+    slope = tl.where(scale == 0, 1.0, tl.abs(scale))  # above zero, so that the largest product is the largest logit
+    c = tl.where(scale == 0, 0.0, tl.where(scale < 0, -c, c)).to(c.dtype)
     limit = row
     if PREFIX:
         limit = tl.minimum(_limit(row, m, per, first, step), end)
@@ -69,17 +71,17 @@ def coarse_fwd_kernel(
     out = tl.zeros((BC, BE), tl.float32)
     mean = tl.zeros((BC, BD), tl.float32)
     place = tl.arange(0, BM)
-    at = low.to(tl.int64) + place
-    k_at = K + batch * skb + head * skh + at[:, None] * skm + dims[None, :]
-    v_at = V + batch * svb + head * svh + at[:, None] * svm + values[None, :]
+    k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
     for start in range(low, stop, BM):
         there = (place < m - start)[:, None]
-        k = tl.load(k_at, mask=there & (dims[None, :] < d), other=0.0)
-        k_at += BM * skm
+        if BY_ORDER:  # places past the end are looked up as key 0, whose weight is 0
+            there = (place >= 0)[:, None]
+        key = rows_of(ORDER, key_lead, start + place, m, BY_ORDER)
+        at = key.to(tl.int64)[:, None]
+        k = tl.load(k_base + at * skm + dims[None, :], mask=there & (dims[None, :] < d), other=0.0)
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION)
         if HAS_KEEP:
-            key = start + place
-            keep = tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0
+            keep = tl.load(KEEP + batch * seb + head * seh + key, mask=place < m - start, other=0) != 0
             s = tl.where(keep[None, :], s, float("-inf"))
         if PREFIX:
             s = tl.where(start + place[None, :] < limit[:, None], s, float("-inf"))
@@ -91,21 +93,20 @@ def coarse_fwd_kernel(
                 near = near_across(BITS, lead, row, rows, words, start, place)
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
-                level = tl.where(new == float("-inf"), 0.0, new) * scale
-                fade = tl.exp2(near_highest * scale - level)
-                near_total = near_total * fade + tl.sum(tl.exp2(theirs * scale - level[:, None]), 1)
+                level = tl.where(new == float("-inf"), 0.0, new) * slope
+                fade = tl.exp2(near_highest * slope - level)
+                near_total = near_total * fade + tl.sum(tl.exp2(theirs * slope - level[:, None]), 1)
                 near_highest = new
                 s = tl.where(near, float("-inf"), s)
         new = tl.maximum(highest, tl.max(s, 1))
-        level = tl.where(new == float("-inf"), 0.0, new) * scale
-        p, fade = tl.exp2(s * scale - level[:, None]), tl.exp2(highest * scale - level)
+        level = tl.where(new == float("-inf"), 0.0, new) * slope
+        p, fade = tl.exp2(s * slope - level[:, None]), tl.exp2(highest * slope - level)
         highest, total = new, total * fade + tl.sum(p, 1)
-        v = tl.load(v_at, mask=there & (values[None, :] < e), other=0.0)
-        v_at += BM * svm
+        v = tl.load(v_base + at * svm + values[None, :], mask=there & (values[None, :] < e), other=0.0)
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)
-    highest, near_highest = highest * scale, near_highest * scale
+    highest, near_highest = highest * slope, near_highest * slope
     place = ((lead * splits + split) * parts + part) * rows + row
     if WHOLE:
         safe = tl.where(total > 0, total, 1.0)
@@ -113,7 +114,7 @@ def coarse_fwd_kernel(
         lse = _natural(total, highest)
         tl.store(LSE + place, lse, mask=row < rows)
         if TANGENT:
-            tl.store(LEVEL + place, _level(lse, mean.to(MEAN.dtype.element_ty), c, scale), mask=row < rows)
+            tl.store(LEVEL + place, _level(lse, mean.to(MEAN.dtype.element_ty), c, slope), mask=row < rows)
         if part == 0:
             tl.store(NEAR_LSE + lead * rows + row, _natural(near_total, near_highest), mask=row < rows)
     else:
@@ -256,11 +257,12 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     stats = new(lead, 0 if whole else splits, parts, clusters, 4)
     launch(
         coarse_fwd_kernel, (lead, row_tiles, splits * parts),
-        (c, k, v, keys.keep_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse, level),
+        (c, k, v, keys.keep_or(c), keys.order_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse, level),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
         stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
-        HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None, TANGENT=reach.tangent,
-        WHOLE=whole, PREFIX=reach.per > 0, PRECISION=precision(k), **registers(k, v), **tile,
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None,
+        BY_ORDER=keys.by_order, TANGENT=reach.tangent, WHOLE=whole, PREFIX=reach.per > 0, PRECISION=precision(k),
+        **registers(k, v), **tile,
     )  # fmt: skip
     if not whole:
         few = min(32, power(splits, least=1))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._jit import jit, power, precision, rows, tl
 from .._launch import cdiv, launch
-from .arrange import Arranged
+from .arrange import Arranged, rows_of
 from .reference import Reach
 
 GROUP = 4  # keys
@@ -79,8 +79,9 @@ def _rounded(best, scale):
 
 @jit
 def maxima_kernel(
-    C, K, KEEP, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr, GROUP: tl.constexpr,
+    C, K, KEEP, ORDER, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, BY_ORDER: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr,
+    GROUP: tl.constexpr,
     SPAN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The best score of each group and span of a few tiles of keys; tiles that no row here may see are left out. FLIP:
@@ -111,7 +112,8 @@ def maxima_kernel(
     best_at = BEST + (lead * rows + row[:, None]) * columns * (BM // GROUP) + tl.arange(0, BM // GROUP)[None, :]
     span_at = SPANS + (lead * rows + row[:, None]) * columns * (BM // SPAN) + tl.arange(0, BM // SPAN)[None, :]
     for tile in range(begin, end):
-        key = tl.minimum(tile * BM + place, m - 1)  # behind the last key it is seen again, so no group is empty
+        at = tl.minimum(tile * BM + place, m - 1)  # behind the last key it is seen again, so no group is empty
+        key = rows_of(ORDER, batch * (heads // group) + head, at, m, BY_ORDER)
         k = tl.load(
             K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
             mask=(dims < d)[None, :], other=0.0,
@@ -122,7 +124,7 @@ def maxima_kernel(
         if HAS_KEEP:
             s = tl.where((tl.load(KEEP + batch * seb + head * seh + key) != 0)[None, :], s, float("-inf"))
         if PREFIX:
-            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
+            s = tl.where(at[None, :] < limit[:, None], s, float("-inf"))
         s = tl.permute(tl.reshape(s, (BC, BM // 8, 4, 2)), (0, 2, 1, 3))
         best = tl.max(tl.reshape(s, (BC, BM // GROUP, GROUP)), 2)
         value = _rounded(best, tl.abs(scale))
@@ -238,8 +240,9 @@ def _write(LIST, what, top, BT: tl.constexpr):
 
 @jit
 def select_kernel(
-    C, K, KEEP, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    C, K, KEEP, ORDER, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, BY_ORDER: tl.constexpr, LEVELS: tl.constexpr,
+    GROUP: tl.constexpr, SPAN: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The near keys of one row, by the best of its spans (LEVELS 3), the best groups of these (LEVELS 2) and the best
@@ -275,10 +278,11 @@ def select_kernel(
         key = tl.where(entry < 0, m, entry * GROUP + key % GROUP)
     batch, head = (lead // heads).to(tl.int64), (lead % heads) // group
     seen = key < limit
+    source = rows_of(ORDER, batch * (heads // group) + head, tl.where(seen, key, 0), m, BY_ORDER)
     if HAS_KEEP:
-        seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=seen, other=0) != 0)
+        seen = seen & (tl.load(KEEP + batch * seb + head * seh + source, mask=seen, other=0) != 0)
     s = tl.zeros((BT * GROUP,), tl.float32)
-    k_from = K + batch * skb + head * skh + tl.where(seen, key, 0).to(tl.int64)[:, None] * skm
+    k_from = K + batch * skb + head * skh + source.to(tl.int64)[:, None] * skm
     for start in range(0, d, AHEAD * BD):
         for i in tl.static_range(AHEAD):
             dims = start + i * BD + tl.arange(0, BD)
@@ -327,15 +331,18 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     view = clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, padded
     strides = *k.stride()[:3], *keys.keep_strides
     launch(
-        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), best, best_spans, bits),
+        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), keys.order_or(c), best,
+        best_spans, bits),
         (*view, tiles, words, *strides),
-        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, FLIP=reach.scale < 0, GROUP=GROUP, SPAN=span, BW=16,
+        HAS_KEEP=keys.keep is not None, BY_ORDER=keys.by_order, PREFIX=reach.per > 0, FLIP=reach.scale < 0,
+        GROUP=GROUP, SPAN=span, BW=16,
         PRECISION=precision(k), num_stages=3, **tile,
     )  # fmt: skip
     launch(
-        select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), best, best_spans, near, bits),
+        select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), keys.order_or(c), best, best_spans, near, bits),
         (*view, words, top, *strides),
-        HAS_KEEP=keys.keep is not None, LEVELS=1 + (groups > top) + (spans > top), GROUP=GROUP, SPAN=span,
+        HAS_KEEP=keys.keep is not None, BY_ORDER=keys.by_order, LEVELS=1 + (groups > top) + (spans > top),
+        GROUP=GROUP, SPAN=span,
         BM=tile["BM"], **_search_tiles(k.element_size(), d, top, spans, span),
     )  # fmt: skip
     return near, bits

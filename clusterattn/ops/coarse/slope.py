@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._jit import THIN, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
-from .arrange import Arranged
+from .arrange import Arranged, rows_of
 from .near import near_down
 from .reference import SLOPE_CLUSTERS, Reach
 
@@ -51,10 +51,10 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
 
 @jit
 def slope_kernel(
-    C, K, V, KEEP, BITS, MEAN, OUT, LSE, LEVEL, PART,
+    C, K, V, KEEP, ORDER, BITS, MEAN, OUT, LSE, LEVEL, PART,
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, few, of_keys, splits, stretch, row_stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, BY_ORDER: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PART (lead blocks splits d e): the first of_keys splits go over keys, the others over virtual keys."""
@@ -80,17 +80,14 @@ def slope_kernel(
         )
         level = tl.load(LEVEL + lead * rows + row, mask=row < end, other=float("inf"))
         low = split * stretch
-        at = (low + tile).to(tl.int64)[:, None]
-        k_at, v_at = k_base + at * skm + dims[None, :], v_base + at * svm + values[None, :]
         for start in range(low, tl.minimum(low + stretch, limit), BM):
-            key = start + tile
-            seen = key < limit
-            k = tl.load(k_at, mask=seen[:, None] & wide[None, :], other=0.0)
-            v = tl.load(v_at, mask=seen[:, None] & long[None, :], other=0.0)
-            k_at += BM * skm
-            v_at += BM * svm
+            seen = start + tile < limit
+            key = rows_of(ORDER, batch * (heads // group) + head, start + tile, m, BY_ORDER)
+            at = key.to(tl.int64)[:, None]
+            k = tl.load(k_base + at * skm + dims[None, :], mask=seen[:, None] & wide[None, :], other=0.0)
+            v = tl.load(v_base + at * svm + values[None, :], mask=seen[:, None] & long[None, :], other=0.0)
             if HAS_KEEP:
-                seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
+                seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=seen, other=0) != 0)
             w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
             if HAS_NEAR:
                 w = tl.where(near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
@@ -192,7 +189,8 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     level, tile = levels(found.lse, pi), _sizes(keys)
     virtual = parts * min(reach.per or clusters, SLOPE_CLUSTERS)
     programs = max(2, PROGRAMS // (lead * blocks))  # all at the same time: none starts when others end
-    of_rows = max(1, min(programs * virtual // (m + virtual), -(-virtual // (2 * tile["BM"]))))
+    # a virtual row, whose weights are read and not made anew, but one by one, takes as long as two keys
+    of_rows = max(1, min(programs * 2 * virtual // (m + 2 * virtual), -(-virtual // (2 * tile["BM"]))))
     of_keys = max(1, min(programs - of_rows, -(-m // (2 * tile["BM"]))))
     stretch, row_stretch = (
         -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
@@ -200,11 +198,11 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
     launch(
         slope_kernel, (of_keys + of_rows, blocks, lead),
-        (c, k, v, keys.keep_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
+        (c, k, v, keys.keep_or(c), keys.order_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
         SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
-        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=keys.by_order,
         BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=2, **registers(k, v), **tile,
     )  # fmt: skip
