@@ -128,7 +128,8 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
         return found
     tensors = points, origin if origin is not None else right, right, offset, found
     if numbered(points, origin) and c <= WHOLE and power(d) <= 128:
-        each = 2 if power(d) > 64 else 3 if power(c) == WHOLE else 4
+        full = power(c) == WHOLE
+        each = 2 if power(d) > 64 or (full and d < power(d)) else 3 if full else 4  # masks of rows take registers
         programs, stretch = spread(n, b * h, points, each)
         launch(
             nearest_whole_kernel, (programs, b * h), tensors, (n, d, c, h, stretch, *points.stride()[:3]),
