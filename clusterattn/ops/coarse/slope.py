@@ -204,6 +204,6 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=keys.by_order,
         BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
-        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=2, **registers(k, v), **tile,
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=3, **registers(k, v), **tile,
     )  # fmt: skip
     return replace(found, slope=added(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))

@@ -224,11 +224,12 @@ def _tiles(q: Tensor, v: Tensor, clusters: int, top: int, parts: int) -> dict[st
     d, e = widths(q, v)
     tile, _ = tiles(q.shape[2], clusters, 64)
     width = (d + e) * q.element_size()
-    most = 128 if width <= 256 else 64 if width <= 512 else 32
     near = min(power(top, least=8), cdiv(top, 64) * 64)
-    keys = min(most, power(near + parts, THIN))
-    shape = {"BS": tile, "BK": keys, "BT": near, "BD": d, "BE": e, "PRECISION": precision(q)}
-    return shape | {"HELD": near + parts <= keys, "num_warps": _warps(tile * width)}
+    held = near + parts <= 128 and width <= 512
+    keys = 128 if held or width <= 256 else 64 if width <= 512 else 32
+    shape = {"BS": tile, "BK": min(keys, power(near + parts, THIN)), "BT": near, "BD": d, "BE": e}
+    warps = 8 if held and tile * width > 16384 else _warps(tile * width)
+    return shape | {"HELD": held, "PRECISION": precision(q), "num_warps": warps, "num_stages": 2 if held else 1}
 
 
 def forward(
@@ -252,6 +253,6 @@ def forward(
         found.slope, order, taken.listed, out, lse, share),
         (n, k.shape[2], taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E,
         reach.scale, reach.per, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        MASS=settings.mass, HAS_SLOPE=pi is not None, BY_ORDER=keys.by_order, num_stages=1, **registers(k, v), **shape,
+        MASS=settings.mass, HAS_SLOPE=pi is not None, BY_ORDER=keys.by_order, **registers(k, v), **shape,
     )  # fmt: skip
     return out, lse, share, found, keys
