@@ -102,13 +102,13 @@ def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: boo
 
 
 def test_a_slope_too_wide_to_hold_is_walked_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clusterattn.ops.coarse import backward_kernels
+    from clusterattn.ops.coarse import slope_backward
 
     x, keep, d_out = inputs((1, 2, 1, 30, 40, 48, 40), torch.float32)
     groups = ca.groups(*x, method=NOT_CAUSAL[0], key_mask=keep, backend="reference")
     found = []
     for whole in (1 << 20, 0):
-        monkeypatch.setattr(backward_kernels, "WHOLE_SLOPE", whole)
+        monkeypatch.setattr(slope_backward, "WHOLE_SLOPE", whole)
         mine = [t.clone().requires_grad_() for t in x]
         out = ca.attention(*mine, method=NOT_CAUSAL[0], key_mask=keep, groups=groups, backend="triton")
         found.append(torch.autograd.grad(out, mine, d_out))
@@ -254,16 +254,18 @@ def test_gradients_of_near_keys_are_added_key_by_key(
     sizes = ((b, hk, m, d), (b, hk, m, e), (b * h, c, t, d), (b * h, c, t, e))
     dk, dv, near_dk, near_dv = (torch.randn(size, generator=draw) for size in sizes)
     wanted = []
+    if not moved:
+        order = torch.arange(m).expand(b * hk, m)
     for x, near in ((dk, near_dk), (dv, near_dv)):
         total = torch.zeros(b * hk, m + 1, x.shape[3]).double()
         total[:, :m] = x[0]
         for head in range(b * hk):
-            rows = torch.where(at < 0, m, at)[2 * head : 2 * head + 2].flatten()
+            entries = at[2 * head : 2 * head + 2].flatten()
+            rows = torch.where(entries < 0, m, order[head][entries])
             total[head].index_add_(0, rows, near[2 * head : 2 * head + 2].flatten(0, 2).double())
-        source = order.argsort(1) if moved else torch.arange(m).expand(b * hk, m)
-        wanted.append(total.gather(1, source.unsqueeze(-1).expand(-1, -1, x.shape[3])))
+        wanted.append(total[:, :m])
     keys = arrange.Arranged(dk, dv, None, order.int().to(DEVICE) if moved else None)
-    found = arrange.put_back(*(x.to(DEVICE) for x in (dk.clone(), dv.clone())), keys, *(
+    found = arrange.add_near(*(x.to(DEVICE) for x in (dk.clone(), dv.clone())), keys, *(
         x.to(DEVICE) for x in (at, near_dk, near_dv)
     ))  # fmt: skip
     for one, two in zip(found, wanted, strict=True):

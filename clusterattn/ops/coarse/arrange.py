@@ -1,9 +1,9 @@
 """Keys and values as the kernels walk over them: as they came, or in the order of their parts.
 
 In that order each part is a stretch: kernels read whole tiles, and the bit mask of near keys in whole words. Forward
-looks the rows up one by one, which costs less than a copy; backward, which reads them more often and writes as many
-gradients, makes the copy. Gradients go back to where the keys came from. On their way those of near keys, which
-come cluster by cluster, are added up key by key: sorted by stretches of keys, then picked by a product with ones.
+looks the rows up one by one, which costs less than a copy; backward, which reads them more often, makes the copy.
+Gradients go back to where the keys came from. Those of near keys, which come cluster by cluster, are added to them key
+by key: sorted by stretches of keys, then picked by a product with ones.
 """
 
 from __future__ import annotations
@@ -76,34 +76,26 @@ def arrange_kernel(
 
 
 @jit
-def put_back_kernel(
-    DK, DV, ORDER, NEAR_AT, ENTRIES, FIRST, NEAR_DK, NEAR_DV, TO_K, TO_V, m, d, e, total, stretches, width,
-    HAS_NEAR: tl.constexpr, MOVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr,
+def near_shares_kernel(
+    NEAR_AT, ENTRIES, FIRST, ORDER, NEAR_DK, NEAR_DV, DK, DV, m, d, e, total, stretches, width,
+    MOVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Row ORDER[i] of the result is row i; what stands at the entries of NEAR_AT (lead total) is added to it first.
-    ENTRIES: their numbers by stretches of keys, each so wide. Without MOVED the result is where it was."""
+    """What stands at the entries of NEAR_AT (lead total) is added to DK and DV, row i of the arranged keys to row
+    ORDER[i]. ENTRIES: their numbers by stretches of keys, each so wide."""
     lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
-    dims, values, here = tl.arange(0, BD), tl.arange(0, BE), place < m
-    begin, end, to = 0, 0, place.to(tl.int64)
-    if HAS_NEAR:
-        stretch = tl.program_id(0) * BM // width
-        begin = tl.load(FIRST + lead * (stretches + 2) + stretch)
-        end = tl.load(FIRST + lead * (stretches + 2) + stretch + 1)
-    if MOVED:
-        to = tl.load(ORDER + lead * m + place, mask=here, other=0).to(tl.int64)
-    else:
-        here = here & (end > begin)
-    of_k, of_v = here[:, None] & (dims < d)[None, :], here[:, None] & (values < e)[None, :]
-    source = (lead * m + place)[:, None]
-    dk = tl.load(DK + source * d + dims[None, :], mask=of_k, other=0.0).to(tl.float32)
-    dv = tl.load(DV + source * e + values[None, :], mask=of_v, other=0.0).to(tl.float32)
-    if HAS_NEAR:
+    stretch = tl.program_id(0) * BM // width
+    begin = tl.load(FIRST + lead * (stretches + 2) + stretch)
+    end = tl.load(FIRST + lead * (stretches + 2) + stretch + 1)
+    if end > begin:
+        dims, values, to = tl.arange(0, BD), tl.arange(0, BE), place.to(tl.int64)
+        if MOVED:
+            to = tl.load(ORDER + lead * m + place, mask=place < m, other=0).to(tl.int64)
+        dk, dv, hits = tl.zeros((BM, BD), tl.float32), tl.zeros((BM, BE), tl.float32), tl.zeros((BM,), tl.int32)
         for turn in range(begin, end, BN):
             entry = turn + tl.arange(0, BN)
             there = entry < end
             row = lead * total + tl.load(ENTRIES + lead * total + tl.minimum(entry, end - 1))
-            at = tl.load(NEAR_AT + row, mask=there, other=-1)
+            at = tl.load(NEAR_AT + row, mask=there, other=-1).to(tl.int32)
             k = tl.load(
                 NEAR_DK + row[:, None] * d + dims[None, :], mask=there[:, None] & (dims < d)[None, :], other=0.0
             )
@@ -111,11 +103,15 @@ def put_back_kernel(
                 NEAR_DV + row[:, None] * e + values[None, :], mask=there[:, None] & (values < e)[None, :], other=0.0
             )
             mine = place[:, None] == at[None, :]
+            hits += tl.sum(mine.to(tl.int32), 1)
             dk += tl.dot(mine.to(k.dtype), k, input_precision="tf32x3")
             dv += tl.dot(mine.to(v.dtype), v, input_precision="tf32x3")
-    to = (lead * m + to)[:, None]
-    tl.store(TO_K + to * d + dims[None, :], dk.to(TO_K.dtype.element_ty), mask=of_k)
-    tl.store(TO_V + to * e + values[None, :], dv.to(TO_V.dtype.element_ty), mask=of_v)
+        hit, to = (hits > 0)[:, None], (lead * m + to)[:, None]
+        of_k, of_v = hit & (dims < d)[None, :], hit & (values < e)[None, :]
+        dk += tl.load(DK + to * d + dims[None, :], mask=of_k, other=0.0).to(tl.float32)
+        dv += tl.load(DV + to * e + values[None, :], mask=of_v, other=0.0).to(tl.float32)
+        tl.store(DK + to * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=of_k)
+        tl.store(DV + to * e + values[None, :], dv.to(DV.dtype.element_ty), mask=of_v)
 
 
 def in_order(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:
@@ -139,25 +135,22 @@ def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, fir
     return Arranged(to_k, to_v, keep, order, first)
 
 
-def put_back(
+def add_near(
     dk: Tensor, dv: Tensor, keys: Arranged, near_at: Tensor, near_dk: Tensor, near_dv: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the arranged keys and values (b hk m ...), with those of the near keys at near_at (b*h c t), where
-    they came from. What is not moved is changed in place."""
-    (b, hk, m, d), e, moved, near = dk.shape, dv.shape[3], keys.order is not None, near_at.shape[2] > 0
-    if not moved and not near:
+    """The gradients of keys and values (b hk m ...), where they came from, with those of the near keys at near_at
+    (b*h c t), of the arranged ones: in place."""
+    (b, hk, m, d), e, half = dk.shape, dv.shape[3], dk.element_size() == 2
+    if near_at.shape[2] == 0:
         return dk, dv
-    tile, width, stretches = 32, 1, 1
-    entries = first = near_at
-    if near:
-        width = tile * cdiv(m, tile * STRETCHES)
-        stretches = cdiv(m, width)
-        entries, first = by_label(near_at.view(b * hk, -1), stretches, width)
-    to_k, to_v = (torch.empty_like(dk), torch.empty_like(dv)) if moved else (dk, dv)
+    tile = 32
+    width = tile * cdiv(m, tile * STRETCHES)
+    stretches = cdiv(m, width)
+    entries, first = by_label(near_at.view(b * hk, -1), stretches, width)
     launch(
-        put_back_kernel, (cdiv(m, tile), b * hk),
-        (dk, dv, entries if keys.order is None else keys.order, near_at, entries, first, near_dk, near_dv, to_k, to_v),
-        (m, d, e, near_at.numel() // (b * hk), stretches, width), HAS_NEAR=near, MOVED=moved, BM=tile,
-        BN=64 if dk.element_size() == 2 else 32, BD=power(d), BE=power(e), num_warps=4,
+        near_shares_kernel, (cdiv(m, tile), b * hk),
+        (near_at, entries, first, entries if keys.order is None else keys.order, near_dk, near_dv, dk, dv),
+        (m, d, e, near_at.numel() // (b * hk), stretches, width), MOVED=keys.order is not None, BM=tile, BN=32,
+        BD=power(d), BE=power(e), num_warps=2 if half and d + e <= 128 else 4, num_stages=1,
     )  # fmt: skip
-    return to_k, to_v
+    return dk, dv

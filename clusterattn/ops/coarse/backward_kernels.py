@@ -9,15 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, narrow, power, precision, tl
+from .._jit import THIN, jit, narrow, power, precision, registers, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
-from .near import _limit, near_across, near_down
+from .near import _limit
 from .reference import Reach
-from .slope_backward import Rows, pulled_rows
-
-WHOLE_SLOPE = 1 << 15  # bytes that are held at once beside a tile of keys
+from .slope_backward import Pulls, Rows, strip
 
 
 @jit
@@ -105,114 +103,167 @@ def _part_of(FIRST, place, parts, tile, BP: tl.constexpr, BM: tl.constexpr):
 
 
 @jit
+def _inside(index, count, EVEN: tl.constexpr):
+    """Which rows or columns of a tile are there; EVEN: all, and the compiler knows."""
+    there = index < count
+    if EVEN:
+        there = tl.full(index.shape, True, tl.int1)
+    return there
+
+
+@jit
+def _outside(first, begin, end):
+    """The word of 32 keys from ``first`` on with the bits of those before begin, and of those from end on."""
+    one = tl.full((), 1, tl.int64)
+    below = (one << tl.minimum(tl.maximum(begin - first, 0), 32)) - 1
+    above = (one << tl.minimum(tl.maximum(end - first, 0), 32)) - 1
+    return (below | ~above).to(tl.int32)
+
+
+@jit
+def _near_words(BITS, lead, row, here, rows, words, first):
+    """The words of near keys of two times 32 keys from ``first`` on; the last is read twice."""
+    word = first // 32
+    place = BITS + (lead * words + word) * rows
+    following = place + tl.minimum(words - 1 - word, 1) * rows
+    return tl.load(place + row, mask=here, other=0), tl.load(following + row, mask=here, other=0)
+
+
+@jit
+def _bits(low, high, tile):
+    """Rows of two words, down, and a tile of keys, across: whose bit is set."""
+    word = tl.where((tile < 32)[None, :], low[:, None], high[:, None])
+    return (word & (1 << (tile % 32))[None, :]) != 0
+
+
+@jit
+def _slope_share(
+    k, v, K, V, D_SLOPE, omega, at, here, d, e, skm, svm, BV: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the slope asks of keys and values by their weights in it; BV: see strip."""
+    dims, values = tl.arange(0, BD), tl.arange(0, BE)
+    wide, long = dims < d, values < e
+    if BV == 0:
+        kappa = tl.load(K + dims, mask=wide, other=0.0).to(tl.float32)
+        nu = tl.load(V + values, mask=long, other=0.0).to(tl.float32)
+        slope = tl.load(D_SLOPE + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
+        x = ((k.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
+        y = ((v.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+        dk = tl.dot(y, tl.trans(slope), input_precision=PRECISION)
+        dv = tl.dot(x, slope, input_precision=PRECISION)
+    else:
+        strip = tl.arange(0, BV)
+        dk, dv = tl.zeros(k.shape, tl.float32), tl.zeros(v.shape, tl.float32)
+        for column in range(0, e, BV):
+            inside = column + strip < e
+            y = tl.load(V + at * svm + column + strip[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            nu = tl.load(V + column + strip, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(
+                D_SLOPE + dims[:, None] * e + column + strip[None, :], mask=wide[:, None] & inside[None, :], other=0.0
+            )
+            y = ((y.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+            dk += tl.dot(y, tl.trans(slope), input_precision=PRECISION)
+        for line in range(0, d, BV):
+            inside = line + strip < d
+            x = tl.load(K + at * skm + line + strip[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+            kappa = tl.load(K + line + strip, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(
+                D_SLOPE + (line + strip[:, None]) * e + values[None, :], mask=inside[:, None] & long[None, :], other=0.0
+            )
+            x = ((x.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
+            dv += tl.dot(x, slope, input_precision=PRECISION)
+    return dk, dv
+
+
+@jit
 def coarse_bwd_kv_kernel(
-    C, K, V, KEEP, BITS, FIRST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, D_SLOPE, DK, DV,
+    C, K, V, KEEP, BITS, ORDER, FIRST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, OMEGA, D_SLOPE, DK, DV,
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, PREFIX: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr,
+    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the keys of one part. SLOPE (one block): what the gradient of the slope asks of them as well. BV: by so
-    many of its columns, then rows; 0: all at once."""
+    """A tile of the keys of one part; their gradients go to where they came from. SLOPE (one block): with what the
+    gradient of the slope asks of them; BV: see strip. EVEN: tiles of centroids, their keys and values are full."""
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = place // kv_heads, place % kv_heads
     part, start, begin, end, seeing = 0, tl.program_id(0) * BM, 0, m, rows
     if HAS_PARTS:
         part, start, begin, end = _part_of(FIRST, place, parts, tl.program_id(0), BP, BM)
-        seeing = tl.where(part < parts, rows, 0)  # keys of no part (padding) are nobody's: their gradients are 0
-    key, dims, values = start + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
-    at, keep = key.to(tl.int64)[:, None], (key >= begin) & (key < end)
-    of_k, of_v = (key < m)[:, None] & (dims < d)[None, :], (key < m)[:, None] & (values < e)[None, :]
-    k = tl.load(K + batch * skb + kv_head * skh + at * skm + dims[None, :], mask=of_k, other=0.0)
-    v = tl.load(V + batch * svb + kv_head * svh + at * svm + values[None, :], mask=of_v, other=0.0)
-    mine = keep
+        # keys of no part (padding) are nobody's: their gradients are 0; and past the last tile there is nothing to do
+        seeing = tl.where((part < parts) & (begin < end), rows, 0)
+    tile, dims, values = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
+    key, wide, long = start + tile, _inside(dims, d, EVEN), _inside(values, e, EVEN)
+    here, at, mine = key < m, key.to(tl.int64)[:, None], (key >= begin) & (key < end)
+    k_base, v_base = K + batch * skb + kv_head * skh, V + batch * svb + kv_head * svh
+    k = tl.load(k_base + at * skm + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
+    v = tl.load(v_base + at * svm + values[None, :], mask=here[:, None] & long[None, :], other=0.0)
+    to = at
+    if HAS_PARTS:
+        to = tl.load(ORDER + place * m + key, mask=here, other=0).to(tl.int64)[:, None]
+    keep = mine
     if HAS_KEEP:
-        keep = keep & (tl.load(KEEP + batch * seb + kv_head * seh + key, mask=key < m, other=0) != 0)
+        keep = keep & (tl.load(KEEP + batch * seb + kv_head * seh + key, mask=here, other=0) != 0)
+    # who is left out, as two words: with the near keys' words they are one test
+    gone = tl.where(keep, 0, 1 << (tile % 32))
+    gone_low, gone_high = tl.sum(tl.where(tile < 32, gone, 0), 0), tl.sum(tl.where(tile < 32, 0, gone), 0)
     dk, dv = tl.zeros((BM, BD), tl.float32), tl.zeros((BM, BE), tl.float32)
     for one in range(group):
         lead = batch * heads + kv_head * group + one
-        omega, pull = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+        far_row = (lead * parts + part) * rows
+        pull = tl.zeros((BM,), tl.float32)
         if SLOPE:
-            pull = tl.load(PULL + lead * m + key, mask=key < m, other=0.0)
+            pull = tl.load(PULL + lead * words * 32 + key, mask=key < words * 32, other=0.0)
+            omega = tl.load(OMEGA + lead * words * 32 + key, mask=key < words * 32, other=0.0)
+            of_k, of_v = _slope_share(
+                k, v, k_base, v_base, D_SLOPE + lead * d * e, omega, at, here, d, e, skm, svm, BV, BD, BE, PRECISION
+            )
+            dk += of_k
+            dv += of_v
         for of in range(0, seeing, BC):
             row = of + tl.arange(0, BC)
-            here = row < rows
-            centroid, far_row = lead * rows + row, (lead * parts + part) * rows + row
-            of_d, of_e = here[:, None] & (dims[None, :] < d), here[:, None] & (values[None, :] < e)
-            c = tl.load(C + centroid[:, None] * d + dims[None, :], mask=of_d, other=0.0)
-            dy = tl.load(DY + far_row[:, None] * e + values[None, :], mask=of_e, other=0.0)
-            dm = c
-            if TANGENT:
-                dm = tl.load(DM + far_row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
-            lse, delta = tl.load(LSE + far_row, mask=here, other=0.0), tl.load(DELTA + far_row, mask=here, other=0.0)
-            # keys down, centroids across: weights and gradients enter the next products as they stand
+            there = _inside(row, rows, EVEN)
+            of_d, of_e = there[:, None] & wide[None, :], there[:, None] & long[None, :]
+            c = tl.load(C + lead * rows * d + row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
+            dy = tl.load(DY + far_row * e + row[:, None] * e + values[None, :], mask=of_e, other=0.0)
+            lse = tl.load(LSE + far_row + row, mask=there, other=0.0)
+            delta = tl.load(DELTA + far_row + row, mask=there, other=0.0)
+            # centroids down, keys across: what belongs to a row is a number or two for each thread
             # (rows that are not there have no gradients: whatever they see, nothing comes of it)
-            seen = tl.broadcast_to(keep[:, None], (BM, BC))
-            if PREFIX:
-                seen = seen & (key[:, None] < _limit(row, m, per, first, step)[None, :])
-            scores = tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale
-            dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+            s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
+            dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
             if TANGENT:
-                dp += tl.dot(k, tl.trans(dm), input_precision=PRECISION)
-            far = seen
+                dm = tl.load(DM + far_row * d + row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
+                dp += tl.dot(dm, tl.trans(k), input_precision=PRECISION)
+            low, high = gone_low + tl.zeros((BC,), tl.int32), gone_high + tl.zeros((BC,), tl.int32)
             if HAS_NEAR:
-                near = near_down(BITS, lead, row, rows, words, start, tl.arange(0, BM))
-                far = seen & (~near)
-            p = tl.where(far, tl.exp2(scores - lse[None, :]), 0.0)
+                near_low, near_high = _near_words(BITS, lead, row, there, rows, words, start)
+                low, high = near_low | gone_low, near_high | gone_high
+            p = tl.where(_bits(low, high, tile), 0.0, tl.exp2(s - lse[:, None]))
+            if PREFIX:
+                seen = key[None, :] < _limit(row, m, per, first, step)[:, None]
+                p = tl.where(seen, p, 0.0)
             if SLOPE:
-                amount = tl.load(AMOUNT + far_row, mask=here, other=0.0)
-                omega += tl.sum(p * amount[None, :], 1)
-                dp += pull[:, None] * amount[None, :]
-            ds = p * (dp - delta[None, :])
+                dp += tl.load(AMOUNT + far_row + row, mask=there, other=0.0)[:, None] * pull[None, :]
+            ds = p * (dp - delta[:, None])
             if HAS_NEAR and not TANGENT:
-                near_lse = tl.load(NEAR_LSE + centroid, mask=here, other=0.0)
-                d_near = tl.load(D_NEAR + centroid, mask=here, other=0.0)
-                ds += tl.where(seen & near, tl.exp2(scores - near_lse[None, :]), 0.0) * d_near[None, :]
-            dv += tl.dot(p.to(v.dtype), dy, input_precision=PRECISION)
-            dk += tl.dot((ds * natural_scale).to(k.dtype), c, input_precision=PRECISION)
+                near = _bits(near_low & ~gone_low, near_high & ~gone_high, tile)
+                if PREFIX:
+                    near = near & seen
+                near_lse = tl.load(NEAR_LSE + lead * rows + row, mask=there, other=0.0)
+                d_near = tl.load(D_NEAR + lead * rows + row, mask=there, other=0.0)
+                ds += tl.where(near, tl.exp2(s - near_lse[:, None]), 0.0) * d_near[:, None]
+            turned = tl.trans(p.to(v.dtype))
+            dv += tl.dot(turned, dy, input_precision=PRECISION)
             if TANGENT:
-                dk += tl.dot(p.to(k.dtype), dm, input_precision=PRECISION)
-        if SLOPE:
-            k_base, v_base = K + batch * skb + kv_head * skh, V + batch * svb + kv_head * svh
-            slope = D_SLOPE + lead * d * e
-            if BV == 0:
-                kappa = tl.load(k_base + dims, mask=dims < d, other=0.0).to(tl.float32)
-                nu = tl.load(v_base + values, mask=values < e, other=0.0).to(tl.float32)
-                turned = tl.load(
-                    slope + dims[:, None] * e + values[None, :], mask=(dims < d)[:, None] & (values < e)[None, :],
-                    other=0.0,
-                ).to(k.dtype)  # fmt: skip
-                x = ((k.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
-                y = ((v.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
-                dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
-                dv += tl.dot(x, turned, input_precision=PRECISION)
-            else:
-                strip = tl.arange(0, BV)
-                for column in range(0, e, BV):
-                    long = column + strip < e
-                    y = tl.load(v_base + at * svm + column + strip[None, :], mask=(at < m) & long[None, :], other=0.0)
-                    nu = tl.load(v_base + column + strip, mask=long, other=0.0).to(tl.float32)
-                    turned = tl.load(
-                        slope + dims[:, None] * e + column + strip[None, :], mask=(dims < d)[:, None] & long[None, :],
-                        other=0.0,
-                    ).to(k.dtype)  # fmt: skip
-                    y = ((y.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
-                    dk += tl.dot(y, tl.trans(turned), input_precision=PRECISION)
-                for line in range(0, d, BV):
-                    wide = line + strip < d
-                    x = tl.load(k_base + at * skm + line + strip[None, :], mask=(at < m) & wide[None, :], other=0.0)
-                    kappa = tl.load(k_base + line + strip, mask=wide, other=0.0).to(tl.float32)
-                    turned = tl.load(
-                        slope + (line + strip[:, None]) * e + values[None, :],
-                        mask=wide[:, None] & (values < e)[None, :], other=0.0,
-                    ).to(k.dtype)  # fmt: skip
-                    x = ((x.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
-                    dv += tl.dot(x, turned, input_precision=PRECISION)
-    out = (place * m + key)[:, None]
-    tl.store(DK + out * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=mine[:, None] & (dims[None, :] < d))
-    tl.store(DV + out * e + values[None, :], dv.to(DV.dtype.element_ty), mask=mine[:, None] & (values[None, :] < e))
+                dk += tl.dot(turned, dm, input_precision=PRECISION)
+            dk += tl.dot(tl.trans((ds * natural_scale).to(k.dtype)), c, input_precision=PRECISION)
+    to += place * m
+    tl.store(DK + to * d + dims[None, :], dk.to(DK.dtype.element_ty), mask=mine[:, None] & wide[None, :])
+    tl.store(DV + to * e + values[None, :], dv.to(DV.dtype.element_ty), mask=mine[:, None] & long[None, :])
 
 
 @jit
@@ -221,20 +272,25 @@ def coarse_bwd_c_kernel(
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
-    here, mine, far_row = row < rows, lead * rows + row, (lead * parts + part) * rows + row
-    of_d, of_e = here[:, None] & (dims[None, :] < d), here[:, None] & (values[None, :] < e)
+    here, wide, long = _inside(row, rows, EVEN), _inside(dims, d, EVEN), _inside(values, e, EVEN)
+    mine, far_row, tile = lead * rows + row, (lead * parts + part) * rows + row, tl.arange(0, BM)
+    of_d, of_e = here[:, None] & wide[None, :], here[:, None] & long[None, :]
     c = tl.load(C + mine[:, None] * d + dims[None, :], mask=of_d, other=0.0)
     dy = tl.load(DY + far_row[:, None] * e + values[None, :], mask=of_e, other=0.0)
-    dm = c
+    lse, delta = tl.load(LSE + far_row, mask=here, other=0.0), tl.load(DELTA + far_row, mask=here, other=0.0)
     if TANGENT:
         dm = tl.load(DM + far_row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
-    lse, delta = tl.load(LSE + far_row, mask=here, other=0.0), tl.load(DELTA + far_row, mask=here, other=0.0)
+    if SLOPE:
+        amount = tl.load(AMOUNT + far_row, mask=here, other=0.0)
+    if HAS_NEAR and not TANGENT:
+        near_lse = tl.load(NEAR_LSE + mine, mask=here, other=0.0)
+        d_near = tl.load(D_NEAR + mine, mask=here, other=0.0)
     begin, end, low, stop = _stretch(
         FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
     )
@@ -242,42 +298,39 @@ def coarse_bwd_c_kernel(
     if PREFIX:
         limit = tl.minimum(_limit(row, m, per, first, step), end)
         stop = tl.minimum(stop, tl.max(tl.where(here, limit, 0)))
+    k_base, v_base, pull_at = K + batch * skb + head * skh, V + batch * svb + head * svh, PULL + lead * words * 32
+    k_tile, v_tile = tile[:, None] * skm + dims[None, :], tile[:, None] * svm + values[None, :]
     dc = tl.zeros((BC, BD), tl.float32)
     for start in range(low, stop, BM):
-        key = start + tl.arange(0, BM)
-        at = key.to(tl.int64)[:, None]
-        k = tl.load(
-            K + batch * skb + head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
-        )
-        v = tl.load(
-            V + batch * svb + head * svh + at * svm + values[None, :], mask=(at < m) & (values[None, :] < e), other=0.0
-        )
-        inside = (key >= begin) & (key < end)
-        if HAS_KEEP:
-            inside = inside & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)
-        seen = tl.broadcast_to(inside[None, :], (BC, BM))
-        if PREFIX:
-            seen = seen & (key[None, :] < limit[:, None])
+        key = start + tile
+        there, at = key < m, tl.full((), start, tl.int64)
+        k = tl.load(k_base + at * skm + k_tile, mask=there[:, None] & wide[None, :], other=0.0)
+        v = tl.load(v_base + at * svm + v_tile, mask=there[:, None] & long[None, :], other=0.0)
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-        far = seen
-        if HAS_NEAR:
-            near = near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM))
-            far = seen & (~near)
-        p = tl.where(far, tl.exp2(s - lse[:, None]), 0.0)
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if TANGENT:
             dp += tl.dot(dm, tl.trans(k), input_precision=PRECISION)
+        gone_low, gone_high = _outside(start, begin, end), _outside(start + 32, begin, end)
+        first_word, next_word = gone_low + tl.zeros((BC,), tl.int32), gone_high + tl.zeros((BC,), tl.int32)
+        if HAS_NEAR:
+            near_low, near_high = _near_words(BITS, lead, row, here, rows, words, start)
+            first_word, next_word = near_low | gone_low, near_high | gone_high
+        p = tl.where(_bits(first_word, next_word, tile), 0.0, tl.exp2(s - lse[:, None]))
+        seen = tl.full((BC, BM), True, tl.int1)
+        if HAS_KEEP:
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=there, other=0) != 0)[None, :]
+        if PREFIX:
+            seen = seen & (key[None, :] < limit[:, None])
+        p = tl.where(seen, p, 0.0)
         if SLOPE:
-            amount = tl.load(AMOUNT + far_row, mask=here, other=0.0)
-            dp += amount[:, None] * tl.load(PULL + lead * m + key, mask=key < m, other=0.0)[None, :]
+            dp += amount[:, None] * tl.load(pull_at + key, mask=key < words * 32, other=0.0)[None, :]
         ds = p * (dp - delta[:, None])
         if HAS_NEAR and not TANGENT:
-            near_lse = tl.load(NEAR_LSE + mine, mask=here, other=0.0)
-            d_near = tl.load(D_NEAR + mine, mask=here, other=0.0)
-            ds += tl.where(seen & near, tl.exp2(s - near_lse[:, None]), 0.0) * d_near[:, None]
-        dc += tl.dot((ds * natural_scale).to(k.dtype), k, input_precision=PRECISION)
+            near = seen & _bits(near_low & ~gone_low, near_high & ~gone_high, tile)
+            ds += tl.where(near, tl.exp2(s - near_lse[:, None]), 0.0) * d_near[:, None]
+        dc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
     place = ((lead * splits + split) * parts + part) * rows + row
-    tl.store(DC + place[:, None] * d + dims[None, :], dc, mask=of_d)
+    tl.store(DC + place[:, None] * d + dims[None, :], dc * natural_scale, mask=of_d)
 
 
 class Feet(NamedTuple):
@@ -295,12 +348,10 @@ class Given:
     mean_key: Tensor
     lse: Tensor
     near_lse: Tensor | None  # (b*h c)
-    slope: Tensor | None  # (b*h d e): one block
-    feet: Feet | None
 
 
-def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) -> Rows:
-    """Without a slope."""
+def prepared(given: Given, keys: Arranged, found: Far, reach: Reach, *, odds: bool = False) -> Rows:
+    """odds: the gradient of the far lse is that of far lse less near lse."""
     k, v = keys.k, keys.v
     d, e, count, has_near = k.shape[3], v.shape[3], found.lse.numel(), reach.top > 0 and not reach.tangent
 
@@ -317,63 +368,68 @@ def _rows(given: Given, keys: Arranged, found: Far, reach: Reach, odds: bool) ->
         TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=given.near_lse is not None, ODDS=odds, BR=8, BD=power(d),
         BE=power(e), num_warps=4,
     )  # fmt: skip
-    return Rows(dy, dm, delta, base2, near2, dn, delta, delta, delta)
+    return Rows(dy, dm, delta, base2, near2, dn, delta)
 
 
 def backward(
-    given: Given, c: Tensor, keys: Arranged, pi: Tensor | None, found: Far, reach: Reach, *,
-    foot: bool = False, odds: bool = False,
+    row: Rows, c: Tensor, keys: Arranged, found: Far, reach: Reach, *,
+    foot: Tensor | None = None, feet: Feet | None = None, pulls: Pulls | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dc (b h c d), and dk, dv of the arranged keys. foot: the far lse is the foot of a tangent at the centroid; odds:
-    the gradient of the far lse is that of far lse less near lse."""
+    """dc (b h c d), and dk, dv where the keys came from. foot (b*h p c): the gradients of the far lse, where each is
+    the foot of a tangent at the centroid."""
     k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
     dtype, c = c.dtype, c.to(k.dtype).contiguous()
-    lead, words, has_near = b * h, cdiv(m, 32), reach.top > 0
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=c.device)
-
-    if pi is None:
-        row = _rows(given, keys, found, reach, odds)
-    else:
-        row = pulled_rows(given, c, keys, pi, found, reach)
     tile = tiles_for(k, v, clusters)
     tile["BC"] = min(64 if (tile["BD"] + tile["BE"]) * k.element_size() <= 256 else 32, tile["BC"])
-    shared = (
-        c, k, v, keys.keep_or(c), found.bits, keys.first_or(c),
-        row.dy, row.dm, row.delta, row.base2, row.near2, row.dn,
-    )  # fmt: skip
+    bits = (c, k, v, keys.keep_or(c), found.bits)
+    rows = (row.dy, row.dm, row.delta, row.base2, row.near2, row.dn, row.amount)
     sizes = (
-        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step, words,
-        parts,
+        clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.scale, reach.per, reach.first, reach.step,
+        cdiv(m, 32), parts,
     )  # fmt: skip
     strides = (*k.stride()[:3], *v.stride()[:3], *keys.keep_strides)
+    wide = (d, e) == (tile["BD"], tile["BE"])
     flags: dict[str, Any] = {
-        "HAS_KEEP": keys.keep is not None, "HAS_NEAR": has_near, "HAS_PARTS": keys.first is not None,
-        "TANGENT": reach.tangent, "SLOPE": pi is not None, "PREFIX": reach.per > 0, "PRECISION": precision(k),
-        "num_warps": 4,
+        "HAS_KEEP": keys.keep is not None, "HAS_NEAR": reach.top > 0, "HAS_PARTS": keys.first is not None,
+        "TANGENT": reach.tangent, "SLOPE": pulls is not None, "PREFIX": reach.per > 0, "PRECISION": precision(k),
     }  # fmt: skip
-    dk, dv = new(b, hk, m, d, dtype=k.dtype), new(b, hk, m, e, dtype=v.dtype)
-    strip = 0 if tile["BD"] * tile["BE"] * k.element_size() <= WHOLE_SLOPE else 32
+    of_keys = (row.delta,) * 3 if pulls is None else (pulls.pull, pulls.omega, pulls.slope)
+    row_tiles = cdiv(clusters, tile["BC"])
+    splits, stretch = cuts(m, b * h * row_tiles, tile["BM"], parts)
+    part = torch.empty(b * h, splits * parts, clusters, d, dtype=torch.float32, device=c.device)
+    launch(
+        coarse_bwd_c_kernel, (splits * parts, row_tiles, b * h), (*bits, keys.first_or(c), *rows, of_keys[0], part),
+        (*sizes, splits, stretch, *strides), EVEN=wide and clusters % tile["BC"] == 0, num_warps=4, **flags, **tile,
+        **registers(k, v),
+    )  # fmt: skip
+    dc = _added(part, foot, feet, found, reach, c.shape, dtype)
+    del part  # before there are gradients of keys
+    dk, dv = (torch.empty(b, hk, m, width, dtype=x.dtype, device=c.device) for width, x in ((d, k), (e, v)))
+    if k.element_size() == 2 and tile["BD"] + tile["BE"] <= 256:
+        tile["BC"] = min(64, power(clusters, THIN))  # a row of 64 centroids is what tensor cores take at once
     key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
-        coarse_bwd_kv_kernel, (key_tiles, b * hk), (*shared, row.amount, row.per_key, row.slope, dk, dv),
-        (*sizes, *strides), BP=power(parts + 1, least=1), BV=strip,
-        **flags | tile | {"num_stages": 2 if narrow(k, v) else 1},
-    )  # fmt: skip
-    row_tiles = cdiv(clusters, tile["BC"])
-    splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
-    part, dc = new(lead, splits * parts, clusters, d), new(b, h, clusters, d, dtype=dtype)
-    launch(
-        coarse_bwd_c_kernel, (splits * parts, row_tiles, lead), (*shared, row.amount, row.per_key, part),
-        (*sizes, splits, stretch, *strides), **flags, **tile,
-    )  # fmt: skip
-    feet = given.feet or Feet(part, part)
-    launch(
-        dc_kernel, (clusters, lead), (part, given.lse, found.mean_key, *feet, dc),
-        (clusters, d, splits * parts, parts, feet.listed.shape[1], reach.scale),
-        FOOT=foot, HAS_FEET=given.feet is not None, BS=min(32, power(splits * parts, least=1)),
-        BP=min(32, power(parts, least=1)), BF=16, BD=tile["BD"], num_warps=1 if splits * parts < 16 else 4,
+        coarse_bwd_kv_kernel, (key_tiles, b * hk),
+        (*bits, c if keys.order is None else keys.order, keys.first_or(c), *rows, *of_keys, dk, dv),
+        (*sizes, *strides), BP=power(parts + 1, least=1), BV=strip(tile["BD"], tile["BE"], k.element_size()),
+        EVEN=wide and clusters % tile["BC"] == 0, **flags | tile | {"num_stages": 3 if narrow(k, v) else 1},
+        num_warps=4,
     )  # fmt: skip
     return dc, dk, dv
+
+
+def _added(
+    part: Tensor, foot: Tensor | None, feet: Feet | None, found: Far, reach: Reach, shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """dc (b h c d) of its parts (b*h s c d)."""
+    (b, h, clusters, d), splits, parts = shape, part.shape[1], reach.parts
+    dc, feet_of = torch.empty(shape, dtype=dtype, device=part.device), feet or Feet(part, part)
+    launch(
+        dc_kernel, (clusters, b * h), (part, part if foot is None else foot, found.mean_key, *feet_of, dc),
+        (clusters, d, splits, parts, feet_of.listed.shape[1], reach.scale),
+        FOOT=foot is not None, HAS_FEET=feet is not None, BS=min(64, power(splits, least=1)),
+        BP=min(64, power(parts, least=1)), BF=16, BD=power(d), num_warps=1 if splits < 16 else 4,
+    )  # fmt: skip
+    return dc

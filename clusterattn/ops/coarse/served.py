@@ -44,6 +44,7 @@ def backward(
     )  # fmt: skip
     wanted = backward_kernels.Given(
         asked(given.out, found.out), asked(given.mean_key, found.mean_key), asked(given.lse, found.lse),
-        given.near_lse, None, None,
+        given.near_lse,
     )  # fmt: skip
-    return backward_kernels.backward(wanted, c, arrange(k, v, key_mask, None, None), None, there, reach)
+    keys = arrange(k, v, key_mask, None, None)
+    return backward_kernels.backward(backward_kernels.prepared(wanted, keys, there, reach), c, keys, there, reach)

@@ -8,149 +8,150 @@ of the means  -pi a D ybar for the mean key, -pi a D^T xbar for the mean value
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, tl
+from .._jit import THIN, jit, narrow, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
-from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
-from .near import near_across
-from .reference import SLOPE_CLUSTERS, Reach
-from .slope import levels
+from .kernels import LOG2E, Far
+from .near import near_down
+from .reference import Reach
+from .slope import _sizes
 
-if TYPE_CHECKING:
-    from .backward_kernels import Given
+WHOLE_SLOPE = 1 << 15  # bytes of the slope's gradient that are held at once
+
+
+def strip(d: int, e: int, size: int) -> int:
+    """So many columns of the slope's gradient, and then rows, are held at once; 0: all."""
+    return 0 if d * e * size <= WHOLE_SLOPE else 32
 
 
 @jit
 def pull_kernel(
-    K, V, D_SLOPE, PULL, m, d, e, heads, group, skb, skh, skm, svb, svh, svm,
-    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    C, K, V, KEEP, BITS, LEVEL, D_SLOPE, PULL, OMEGA, PART,
+    rows, few, m, d, e, heads, group, scale, words, splits, stretch, skb, skh, skm, svb, svh, svm, seb, seh,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """PULL (lead m): x^T D y of every key."""
-    lead, key = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
-    dims, batch, head = tl.arange(0, BD), lead // heads, (lead % heads) // group
-    wide, here, at = dims < d, key < m, key.to(tl.int64)[:, None]
+    """Of each key PULL (lead 32 words), x^T D y, and OMEGA (the same), its weight in the slope. PART (lead splits few):
+    the sum of PULL over a stretch of keys, under their weights for each cluster. BV: see strip."""
+    split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, head = lead // heads, (lead % heads) // group
+    dims, values, tile, row = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM), tl.arange(0, BC)
+    wide, long, here = dims < d, values < e, row < few
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
-    k = tl.load(k_base + at * skm + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
-    x = (k.to(tl.float32) - tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)[None, :]).to(k.dtype)
-    total = tl.zeros((BM,), tl.float32)
-    for first in range(0, e, BV):
-        values = first + tl.arange(0, BV)
-        long = values < e
-        v = tl.load(v_base + at * svm + values[None, :], mask=here[:, None] & long[None, :], other=0.0)
-        y = v.to(tl.float32) - tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)[None, :]
-        inside = wide[:, None] & long[None, :]
-        slope = tl.load(D_SLOPE + (lead * d + dims[:, None]) * e + values[None, :], mask=inside, other=0.0)
-        total += tl.sum(tl.dot(x, slope.to(k.dtype), input_precision=PRECISION) * y, 1)
-    tl.store(PULL + lead * m + key, total, mask=here)
-
-
-@jit
-def mean_pull_kernel(
-    C, K, KEEP, BITS, FIRST, LSE, PULL, PART,
-    rows, few, m, d, heads, group, scale, words, parts, splits, stretch, skb, skh, skm, seb, seh,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """PART (lead splits p few): the mean of PULL under the weights of each part, of the first few clusters."""
-    split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
-    batch, head = lead // heads, (lead % heads) // group
-    row, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
-    here, far_row = row < few, (lead * parts + part) * rows + row
-    c = tl.load(
-        C + (lead * rows + row)[:, None] * d + dims[None, :], mask=here[:, None] & (dims[None, :] < d), other=0.0
-    )
-    lse = tl.load(LSE + far_row, mask=here, other=0.0)
-    lse = tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
-    begin, end, low, stop = _stretch(
-        FIRST, batch * (heads // group) + head, part, parts, m, split, splits, stretch, HAS_PARTS, BM
-    )
-    total = tl.zeros((BC,), tl.float32)
-    for start in range(low, stop, BM):
-        key = start + tl.arange(0, BM)
-        at = key.to(tl.int64)[:, None]
-        k = tl.load(
-            K + batch * skb + head * skh + at * skm + dims[None, :], mask=(at < m) & (dims[None, :] < d), other=0.0
-        )
-        s = tl.dot(c, tl.trans(k), input_precision=PRECISION) * scale
-        seen = ((key >= begin) & (key < end))[None, :] & here[:, None]
+    kappa = tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)
+    c = tl.load(C + lead * rows * d + row[:, None] * d + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
+    level = tl.load(LEVEL + lead * rows + row, mask=here, other=float("inf"))
+    slope = D_SLOPE + lead * d * e
+    if BV == 0:
+        nu = tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)
+        whole = tl.load(slope + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
+    total = tl.zeros((BM, BC), tl.float32)
+    for start in tl.range(split * stretch, tl.minimum((split + 1) * stretch, m), BM, num_stages=STAGES):
+        key = start + tile
+        there, at = key < m, tl.full((), start, tl.int64)
+        k_at, v_at = k_base + at * skm, v_base + at * svm
+        seen = there
         if HAS_KEEP:
-            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=key < m, other=0) != 0)[None, :]
+            seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=there, other=0) != 0)
+        k = tl.load(k_at + tile[:, None] * skm + dims[None, :], mask=there[:, None] & wide[None, :], other=0.0)
+        x = (k.to(tl.float32) - kappa[None, :]).to(k.dtype)
+        w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
+        gone = tl.broadcast_to((~seen)[:, None], (BM, BC))
         if HAS_NEAR:
-            seen = seen & (~near_across(BITS, lead, row, rows, words, start, tl.arange(0, BM)))
-        pull = tl.load(PULL + lead * m + key, mask=key < m, other=0.0)
-        total += tl.sum(tl.where(seen, tl.exp2(s - lse[:, None]), 0.0) * pull[None, :], 1)
-    tl.store(PART + ((lead * splits + split) * parts + part) * few + row, total, mask=here)
+            gone = gone | near_down(BITS, lead, row, rows, words, start, tile)
+        w = tl.where(gone, 0.0, w)
+        if BV == 0:
+            v = tl.load(v_at + tile[:, None] * svm + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
+            y = v.to(tl.float32) - nu[None, :]
+            pull = tl.sum(tl.dot(x, whole, input_precision=PRECISION) * y, 1)
+        else:
+            pull = tl.zeros((BM,), tl.float32)
+            for first in range(0, e, BV):
+                column = first + tl.arange(0, BV)
+                inside = column < e
+                v = tl.load(
+                    v_at + tile[:, None] * svm + column[None, :], mask=there[:, None] & inside[None, :], other=0.0
+                )
+                y = v.to(tl.float32) - tl.load(v_base + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+                block = tl.load(
+                    slope + dims[:, None] * e + column[None, :], mask=wide[:, None] & inside[None, :], other=0.0
+                )
+                pull += tl.sum(tl.dot(x, block, input_precision=PRECISION) * y, 1)
+        tl.store(PULL + lead * words * 32 + key, pull, mask=key < words * 32)
+        tl.store(OMEGA + lead * words * 32 + key, tl.sum(w, 1), mask=key < words * 32)
+        total += w * pull[:, None]
+    tl.store(PART + (lead * splits + split) * few + row, tl.sum(total, 0), mask=here)
 
 
 @jit
-def pulled_rows_kernel(
-    D_OUT, D_MEAN, D_LSE, OUT, MEAN, LSE, K, V, D_SLOPE, LEVEL, MEAN_PULL, DY, DM, DELTA, BASE2, AMOUNT, OF_SHARE,
-    rows, few, parts, splits, d, e, heads, group, skb, skh, svb, svh,
-    BC: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+def pulled(
+    MEAN, OUT, K, V, D_SLOPE, at, there, mean, out, amount, d_out, d_mean, d, e,
+    BV: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """prepare_kernel with what the slope adds: a tile of the clusters of one part.
-
-    AMOUNT (lead p c) = pi a. OF_SHARE (lead p few) = a times the gradient of a: of these and DELTA share_kernel makes
-    what is left. Clusters past the first few have no part in the slope."""
-    part, lead = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    batch, head = lead // heads, (lead % heads) // group
-    begin = tl.program_id(0) * BC
-    row, dims = begin + tl.arange(0, BC), tl.arange(0, BD)
-    here, wide, place = row < rows, dims < d, (lead * parts + part) * rows + row
-    sloped, of_d = row < few, here[:, None] & wide[None, :]
-    lse2 = tl.load(LSE + place, mask=here, other=0.0) * 1.4426950408889634
-    level = tl.load(LEVEL + lead * rows + row, mask=sloped & here, other=float("inf"))
-    amount = tl.exp2(lse2 - level)
-    mean = tl.load(MEAN + place[:, None] * d + dims[None, :], mask=of_d, other=0.0)
-    kappa = tl.load(K + batch * skb + head * skh + dims, mask=wide, other=0.0).to(tl.float32)
-    x, turned = mean - kappa[None, :], tl.zeros((BC, BD), tl.float32)  # D ybar
-    delta, across = -tl.load(D_LSE + place, mask=here, other=0.0), tl.zeros((BC,), tl.float32)  # xbar^T D ybar
-    for first in range(0, e, BV):
-        values = first + tl.arange(0, BV)
-        long = values < e
-        of_e = here[:, None] & long[None, :]
-        out = tl.load(OUT + place[:, None] * e + values[None, :], mask=of_e, other=0.0)
-        dy = tl.load(D_OUT + place[:, None] * e + values[None, :], mask=of_e, other=0.0)
-        if begin < few:
-            nu = tl.load(V + batch * svb + head * svh + values, mask=long, other=0.0).to(tl.float32)
-            inside = wide[:, None] & long[None, :]
-            slope = tl.load(D_SLOPE + (lead * d + dims[:, None]) * e + values[None, :], mask=inside, other=0.0)
-            y = out - nu[None, :]
+    """The gradients of the rows ``at`` with what the slope asks of them, and xbar^T D ybar; BV: see strip."""
+    dims, values = tl.arange(0, BD), tl.arange(0, BE)
+    wide, long = dims < d, values < e
+    nu = tl.load(V + values, mask=long, other=0.0).to(tl.float32)
+    if BV == 0:
+        kappa = tl.load(K + dims, mask=wide, other=0.0).to(tl.float32)
+        x = (mean.to(tl.float32) - kappa[None, :]).to(mean.dtype)
+        slope = tl.load(D_SLOPE + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
+        moved = tl.dot(x, slope, input_precision=PRECISION)
+        d_out -= amount[:, None] * moved
+        y = out.to(tl.float32) - nu[None, :]
+        across = tl.sum(moved * y, 1)
+        turned = tl.dot(y.to(out.dtype), tl.trans(slope), input_precision=PRECISION)
+    else:
+        strip = tl.arange(0, BV)
+        moved, turned = tl.zeros(out.shape, tl.float32), tl.zeros(mean.shape, tl.float32)
+        for first in range(0, d, BV):
+            inside = first + strip < d
+            x = tl.load(
+                MEAN + at[:, None] * d + first + strip[None, :], mask=there[:, None] & inside[None, :], other=0.0
+            )
+            kappa = tl.load(K + first + strip, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(
+                D_SLOPE + (first + strip[:, None]) * e + values[None, :], mask=inside[:, None] & long[None, :],
+                other=0.0,
+            )  # fmt: skip
+            moved += tl.dot((x.to(tl.float32) - kappa[None, :]).to(mean.dtype), slope, input_precision=PRECISION)
+        d_out -= amount[:, None] * moved
+        across = tl.sum(moved * (out.to(tl.float32) - nu[None, :]), 1)
+        for first in range(0, e, BV):
+            inside = first + strip < e
+            y = tl.load(
+                OUT + at[:, None] * e + first + strip[None, :], mask=there[:, None] & inside[None, :], other=0.0
+            )
+            of_nu = tl.load(V + first + strip, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(
+                D_SLOPE + dims[:, None] * e + first + strip[None, :], mask=wide[:, None] & inside[None, :], other=0.0
+            )
+            y = (y.to(tl.float32) - of_nu[None, :]).to(out.dtype)
             turned += tl.dot(y, tl.trans(slope), input_precision=PRECISION)
-            moved = tl.dot(x, slope, input_precision=PRECISION)
-            across += tl.sum(moved * y, 1)
-            dy -= amount[:, None] * moved
-        delta += tl.sum(dy * out, 1)
-        tl.store(DY + place[:, None] * e + values[None, :], dy.to(DY.dtype.element_ty), mask=of_e)
-    dm = tl.load(D_MEAN + place[:, None] * d + dims[None, :], mask=of_d, other=0.0) - amount[:, None] * turned
-    delta += tl.sum(dm * mean, 1) + amount * across
-    tl.store(DM + place[:, None] * d + dims[None, :], dm.to(DM.dtype.element_ty), mask=of_d)
-    tl.store(DELTA + place, delta, mask=here)
-    tl.store(BASE2 + place, tl.where(lse2 == float("-inf"), 0.0, lse2), mask=here)
-    tl.store(AMOUNT + place, amount, mask=here)
-    if begin < few:
-        mine = (lead * splits * parts + part) * few + row
-        pull = tl.zeros((BC,), tl.float32)
-        for split in range(splits):
-            pull += tl.load(MEAN_PULL + mine + split * parts * few, mask=sloped, other=0.0)
-        tl.store(OF_SHARE + (lead * parts + part) * few + row, amount * (pull - across), mask=sloped)
+    return d_out, d_mean - amount[:, None] * turned, across
 
 
 @jit
-def share_kernel(OF_SHARE, AMOUNT, PI, DELTA, rows, few, parts, BP: tl.constexpr, BC: tl.constexpr):
-    """The shares of a cluster's parts sum to one: what they ask for together, each gives back by its share."""
+def share_kernel(
+    PART, ACROSS, AMOUNT, PI, DELTA, rows, few, parts, splits, BP: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """The shares of a cluster's parts sum to one: what they ask for together (the keys by PART, less the means by
+    ACROSS), each gives back by its share."""
     lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
     here, part = row < few, tl.arange(0, BP)
     total = tl.zeros((BC,), tl.float32)
+    for first in range(0, splits, BP):
+        mask = (first + part < splits)[:, None] & here[None, :]
+        at = (lead * splits + first + part)[:, None] * few + row[None, :]
+        total += tl.sum(tl.load(PART + at, mask=mask, other=0.0), 0)
     for first in range(0, parts, BP):
         mask = (first + part < parts)[:, None] & here[None, :]
         at = (lead * parts + first + part)[:, None] * few + row[None, :]
-        total += tl.sum(tl.load(OF_SHARE + at, mask=mask, other=0.0), 0)
+        total -= tl.sum(tl.load(ACROSS + at, mask=mask, other=0.0), 0)
     pi = tl.load(PI + lead * rows + row, mask=here, other=0.0)
     total = total / tl.where(pi > 0, pi, 1.0)
     for first in range(0, parts, BP):
@@ -171,55 +172,41 @@ class Rows:
     near2: Tensor
     dn: Tensor
     amount: Tensor  # pi a
-    per_key: Tensor  # (b*h m): x^T D y
-    slope: Tensor  # (b*h d e): D
 
 
-def pulled_rows(given: Given, c: Tensor, keys: Arranged, pi: Tensor, found: Far, reach: Reach) -> Rows:
-    """With the slope; c in the keys' dtype."""
-    assert given.slope is not None
-    k, v, parts, slope = keys.k, keys.v, reach.parts, given.slope
+@dataclass(frozen=True)
+class Pulls:
+    """Of each key (b*h m, in whole words of the bit mask: their loads are wide), where there is a slope."""
+
+    pull: Tensor  # x^T D y
+    omega: Tensor
+    slope: Tensor  # (b*h d e): D, in the keys' dtype
+
+
+def pulls(
+    slope: Tensor, c: Tensor, keys: Arranged, pi: Tensor, level: Tensor, across: Tensor, row: Rows, found: Far,
+    reach: Reach,
+) -> Pulls:  # fmt: skip
+    """c in the keys' dtype; level: see level_kernel; across (b*h p few): pi a xbar^T D ybar. Changes row.delta."""
+    k, v, parts = keys.k, keys.v, reach.parts
     (b, h, clusters, d), (hk, m, e) = c.shape, v.shape[1:]
-    lead, few = b * h, min(clusters, SLOPE_CLUSTERS)
-    tile = tiles_for(k, v, few)
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=k.device)
-
-    half = k.element_size() == 2  # a product of fp32 is three of tf32, with twice the bytes: smaller tiles
-    columns = min(128 if half else 64, power(e, THIN))  # of the slope at once
-    per_key, size = new(lead, m), 64 if half else 32
+    lead, few, tile = b * h, across.shape[2], _sizes(keys)
+    splits = max(1, min(cdiv(264, lead), cdiv(m, tile["BM"])))  # two programs to each multiprocessor
+    stretch = cdiv(cdiv(m, splits), tile["BM"]) * tile["BM"]
+    splits = cdiv(m, stretch)
+    pull, omega = torch.empty(2, lead, cdiv(m, 32) * 32, dtype=torch.float32, device=k.device)
+    part = torch.empty(lead, splits, few, dtype=torch.float32, device=k.device)
     launch(
-        pull_kernel, (cdiv(m, size), lead), (k, v, slope, per_key),
-        (m, d, e, h, h // hk, *k.stride()[:3], *v.stride()[:3]),
-        BM=size, BD=tile["BD"], BV=columns, PRECISION=precision(k), num_warps=4, num_stages=1,
-    )  # fmt: skip
-    row_tiles = cdiv(few, tile["BC"])
-    splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
-    mean_pull = new(lead, splits, parts, few)
-    launch(
-        mean_pull_kernel, (splits * parts, row_tiles, lead),
-        (c, k, keys.keep_or(c), found.bits, keys.first_or(c), found.lse, per_key, mean_pull),
-        (clusters, few, m, d, h, h // hk, reach.scale * LOG2E, (m + 31) // 32, parts, splits, stretch,
-        *k.stride()[:3], *keys.keep_strides),
-        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, HAS_PARTS=keys.first is not None,
-        BC=tile["BC"], BM=tile["BM"], BD=power(d), PRECISION=precision(k), num_warps=4,
-    )  # fmt: skip
-    count = lead * parts * clusters
-    dy, dm = new(count, e, dtype=v.dtype), new(count, d, dtype=k.dtype)
-    delta, base2, amount = new(3, count)
-    of_share, pi = new(lead, parts, few), pi.float().contiguous()
-    size = min(32 if half else 16, power(clusters))
-    launch(
-        pulled_rows_kernel, (cdiv(clusters, size), parts, lead),
-        (given.out, given.mean_key, given.lse, found.out, found.mean_key, found.lse, k, v, slope,
-        levels(found.lse, pi), mean_pull, dy, dm, delta, base2, amount, of_share),
-        (clusters, few, parts, splits, d, e, h, h // hk, *k.stride()[:2], *v.stride()[:2]),
-        BC=size, BD=tile["BD"], BV=min(64 if half else 32, power(e, THIN)), PRECISION=precision(k), num_warps=4,
-        num_stages=1,
+        pull_kernel, (splits, lead),
+        (c, k, v, keys.keep_or(c), found.bits, level, slope, pull, omega, part),
+        (clusters, few, m, d, e, h, h // hk, reach.scale * LOG2E, cdiv(m, 32), splits, stretch,
+        *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
+        BV=strip(tile["BD"], tile["BE"], k.element_size()), BC=power(few, THIN), PRECISION=precision(k),
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, STAGES=3 if narrow(k, v) else 1, **tile,
     )  # fmt: skip
     launch(
-        share_kernel, (cdiv(few, 16), lead), (of_share, amount, pi, delta), (clusters, few, parts),
-        BP=min(64, power(parts, least=1)), BC=16, num_warps=4,
+        share_kernel, (cdiv(few, 16), lead), (part, across, row.amount, pi.float().contiguous(), row.delta),
+        (clusters, few, parts, splits), BP=64, BC=16, num_warps=4,
     )  # fmt: skip
-    return Rows(dy, dm, delta, base2, base2, base2, amount, per_key, slope)
+    return Pulls(pull, omega, slope)
