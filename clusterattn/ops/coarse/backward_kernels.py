@@ -13,7 +13,7 @@ from .._jit import THIN, jit, narrow, power, precision, registers, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
-from .near import _limit
+from .near import _limit, outside
 from .reference import Reach
 from .slope_backward import Pulls, Rows, strip
 
@@ -103,21 +103,12 @@ def _part_of(FIRST, place, parts, tile, BP: tl.constexpr, BM: tl.constexpr):
 
 
 @jit
-def _inside(index, count, EVEN: tl.constexpr):
+def within(index, count, EVEN: tl.constexpr):
     """Which rows or columns of a tile are there; EVEN: all, and the compiler knows."""
     there = index < count
     if EVEN:
         there = tl.full(index.shape, True, tl.int1)
     return there
-
-
-@jit
-def _outside(first, begin, end):
-    """The word of 32 keys from ``first`` on with the bits of those before begin, and of those from end on."""
-    one = tl.full((), 1, tl.int64)
-    below = (one << tl.minimum(tl.maximum(begin - first, 0), 32)) - 1
-    above = (one << tl.minimum(tl.maximum(end - first, 0), 32)) - 1
-    return (below | ~above).to(tl.int32)
 
 
 @jit
@@ -196,7 +187,7 @@ def coarse_bwd_kv_kernel(
         # keys of no part (padding) are nobody's: their gradients are 0; and past the last tile there is nothing to do
         seeing = tl.where((part < parts) & (begin < end), rows, 0)
     tile, dims, values = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
-    key, wide, long = start + tile, _inside(dims, d, EVEN), _inside(values, e, EVEN)
+    key, wide, long = start + tile, within(dims, d, EVEN), within(values, e, EVEN)
     here, at, mine = key < m, key.to(tl.int64)[:, None], (key >= begin) & (key < end)
     k_base, v_base = K + batch * skb + kv_head * skh, V + batch * svb + kv_head * svh
     k = tl.load(k_base + at * skm + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
@@ -225,7 +216,7 @@ def coarse_bwd_kv_kernel(
             dv += of_v
         for of in range(0, seeing, BC):
             row = of + tl.arange(0, BC)
-            there = _inside(row, rows, EVEN)
+            there = within(row, rows, EVEN)
             of_d, of_e = there[:, None] & wide[None, :], there[:, None] & long[None, :]
             c = tl.load(C + lead * rows * d + row[:, None] * d + dims[None, :], mask=of_d, other=0.0)
             dy = tl.load(DY + far_row * e + row[:, None] * e + values[None, :], mask=of_e, other=0.0)
@@ -278,7 +269,7 @@ def coarse_bwd_c_kernel(
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
-    here, wide, long = _inside(row, rows, EVEN), _inside(dims, d, EVEN), _inside(values, e, EVEN)
+    here, wide, long = within(row, rows, EVEN), within(dims, d, EVEN), within(values, e, EVEN)
     mine, far_row, tile = lead * rows + row, (lead * parts + part) * rows + row, tl.arange(0, BM)
     of_d, of_e = here[:, None] & wide[None, :], here[:, None] & long[None, :]
     c = tl.load(C + mine[:, None] * d + dims[None, :], mask=of_d, other=0.0)
@@ -310,7 +301,7 @@ def coarse_bwd_c_kernel(
         dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
         if TANGENT:
             dp += tl.dot(dm, tl.trans(k), input_precision=PRECISION)
-        gone_low, gone_high = _outside(start, begin, end), _outside(start + 32, begin, end)
+        gone_low, gone_high = outside(start, begin, end), outside(start + 32, begin, end)
         first_word, next_word = gone_low + tl.zeros((BC,), tl.int32), gone_high + tl.zeros((BC,), tl.int32)
         if HAS_NEAR:
             near_low, near_high = _near_words(BITS, lead, row, here, rows, words, start)

@@ -42,8 +42,8 @@ def coarse_fwd_kernel(
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, BY_ORDER: tl.constexpr,
     TANGENT: tl.constexpr,
-    WHOLE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PREFIX: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows.
     PREFIX: rows see keys up to a limit of their own.
@@ -70,7 +70,7 @@ def coarse_fwd_kernel(
     near_highest, near_total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
     out = tl.zeros((BC, BE), tl.float32)
     mean = tl.zeros((BC, BD), tl.float32)
-    place = tl.arange(0, BM)
+    place, wide, long = tl.arange(0, BM), (dims < d)[None, :], (values < e)[None, :]
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
     for start in range(low, stop, BM):
         there = (place < m - start)[:, None]
@@ -78,7 +78,7 @@ def coarse_fwd_kernel(
             there = (place >= 0)[:, None]
         key = rows_of(ORDER, key_lead, start + place, m, BY_ORDER)
         at = key.to(tl.int64)[:, None]
-        k = tl.load(k_base + at * skm + dims[None, :], mask=there & (dims[None, :] < d), other=0.0)
+        k = tl.load(k_base + at * skm + dims[None, :], mask=there & wide, other=0.0)
         s = tl.dot(c, tl.trans(k), input_precision=PRECISION)
         if HAS_KEEP:
             keep = tl.load(KEEP + batch * seb + head * seh + key, mask=place < m - start, other=0) != 0
@@ -102,7 +102,7 @@ def coarse_fwd_kernel(
         level = tl.where(new == float("-inf"), 0.0, new) * slope
         p, fade = tl.exp2(s * slope - level[:, None]), tl.exp2(highest * slope - level)
         highest, total = new, total * fade + tl.sum(p, 1)
-        v = tl.load(v_base + at * svm + values[None, :], mask=there & (values[None, :] < e), other=0.0)
+        v = tl.load(v_base + at * svm + values[None, :], mask=there & long, other=0.0)
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         if TANGENT:
             mean = mean * fade[:, None] + tl.dot(p.to(k.dtype), k, input_precision=PRECISION)

@@ -43,7 +43,7 @@ def near_across(BITS, lead, row, rows, words, first, place):
 
 
 @jit
-def _outside(first, begin, end):
+def outside(first, begin, end):
     """Of 32 keys from ``first`` on, those before ``begin`` or from ``end`` on, as the bits of a word."""
     low, high = tl.minimum(tl.maximum(begin - first, 0), 32), tl.minimum(tl.maximum(end - first, 0), 32)
     one = tl.full((), 1, tl.int64)
@@ -53,7 +53,7 @@ def _outside(first, begin, end):
 @jit
 def across(BITS, lead, row, rows, words, first, begin, end, place, HAS_NEAR: tl.constexpr):
     """Which of a tile's keys (across) are near for which rows (down), or stand outside of begin .. end."""
-    low, high = _outside(first, begin, end), _outside(first + 32, begin, end)
+    low, high = outside(first, begin, end), outside(first + 32, begin, end)
     if HAS_NEAR:
         near_low, near_high = _words(BITS, lead, row, rows, words, first)
         low, high = low | near_low, high | near_high

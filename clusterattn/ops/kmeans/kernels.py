@@ -240,13 +240,11 @@ def _train(
     origin: Tensor, centroids: Tensor | Buffer, w: Tensor, offset: Tensor, barrier: Tensor | Buffer, updates: int,
     signs: bool,
 ) -> None:  # fmt: skip
-    """In one launch, or stage by stage: with many rows each stage fills the device, with one update there is little to
-    save by waiting for others inside a launch, and with many clusters sums over sorted members move less than a product
-    with the labels."""
+    """In one launch, or stage by stage: with many rows each stage fills the device, and with many clusters sums over
+    sorted members move less than a product with the labels."""
     few = len(w) * (points if train_at is None else train_at).shape[2] <= TOGETHER
-    held = fits(points, w.shape[1])
-    if few or held:
-        run = train_apart if held and (updates == 1 or not few) else train
+    if few or fits(points, w.shape[1]):
+        run = train if few else train_apart
         run(points, valid, start_at, train_at, form, origin, centroids, w, offset, barrier, updates, signs)
         return
     if train_at is not None:

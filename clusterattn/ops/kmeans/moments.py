@@ -91,7 +91,7 @@ def covariance(k: Tensor, keep: Tensor | None, at: Tensor | None) -> Tensor:
     if at is not None:
         m, keep, at = at.shape[2], None, at if at.stride(-1) == 1 else at.contiguous()
     tile = 32 if power(d) * k.element_size() > 512 else 64 if power(d) > 64 else 128
-    splits = max(1, min(cdiv(m, tile), cdiv(264, b * hk)))
+    splits = max(1, min(cdiv(m, 2 * tile), cdiv(264, b * hk)))
     stretch = cdiv(cdiv(m, splits), tile) * tile
     second, first = workspace(k.device, ((b, hk, splits, d, d), torch.float32), ((b, hk, splits, d + 1), torch.float32))
     columns = min(64, power(d))  # more would not fit registers

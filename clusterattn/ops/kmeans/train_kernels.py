@@ -258,7 +258,7 @@ def _tiles(points: Tensor, clusters: int) -> Phases:
     """Rows and centroids of a tile: more would not stay in registers."""
     wide, half = power(points.shape[3]), points.element_size() == 2
     block = min(power(clusters), max(16, (16384 if half else 2048) // wide))
-    if half and wide <= 64 and block <= 128:  # half as many threads hold it as well: more programs share the rows
+    if fits(points, clusters):  # half as many threads hold it as well: more programs share the rows
         return Phases(64, block, 4, 2)
     return Phases(64 if wide <= 128 else 32, block, 8, 1)
 
@@ -304,8 +304,9 @@ def train(
 
 
 def fits(points: Tensor, clusters: int) -> bool:
-    """Whether a program can hold the sums of all clusters: rows are read once in each round then."""
-    return points.element_size() == 2 and power(points.shape[3]) <= 128 and power(clusters) <= 128
+    """Whether a program can hold the sums of all clusters, and two programs a multiprocessor: many rows are read once
+    in each round then."""
+    return points.element_size() == 2 and power(points.shape[3]) <= 64 and power(clusters) <= 128
 
 
 def train_apart(
@@ -317,8 +318,7 @@ def train_apart(
     clusters that fit."""
     (b, h, n, d), c, device = points.shape, start_at.shape[2], points.device
     lead, rows = b * h, n if train_at is None else train_at.shape[2]
-    tiles = cdiv(rows, TILE)
-    programs = max(together(tiles, lead, device, FILL), min(tiles, 32))  # a few rows: a tile each
+    programs = together(cdiv(rows, TILE), lead, device, FILL)
     stretch = cdiv(cdiv(rows, programs), TILE) * TILE
     programs = cdiv(rows, stretch)
     sums, counts = workspace(device, ((lead, programs, c, d), torch.float32), ((lead, programs, c), torch.float32))
@@ -332,8 +332,7 @@ def train_apart(
             round_kernel, (programs, lead), tensors,
             (n, d, c, rows, h, programs, stretch, *points.stride()[:3], *train_strides),
             HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, SIGNS=signs, BN=TILE,
-            BC=power(c), BD=power(d), PRECISION=precision(points), num_warps=8, num_stages=1,
-            maxnreg=128 if power(d) <= 64 else 255,
+            BC=power(c), BD=power(d), PRECISION=precision(points), num_warps=8, num_stages=1, maxnreg=128,
         )  # fmt: skip
         move(points, start_at, form, origin, centroids, w, offset, barrier, sums, counts, signs)
 

@@ -1,6 +1,6 @@
 """A counting sort by label, and sums over the sorted: no atomics, the same bits every time.
 
-Stretches of a few hundred rows are sorted in registers; how many rows of each cluster every stretch holds says where
+Stretches of 256 rows are sorted in registers; how many rows of each cluster every stretch holds says where
 its rows go.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._jit import jit, power, rows, tl
 from .._launch import cdiv, launch, workspace
 
-STRETCH = 512
+STRETCH = 256
 
 
 @jit
@@ -85,7 +85,7 @@ def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Ten
     wide = power(clusters + 2)
     sizes = (n, clusters, width, stretches)
     launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
-    few, across = min(64, power(stretches, least=1)), min(64, wide)
+    few, across = min(128, power(stretches, least=1)), min(32, wide)
     launch(
         scan_kernel, (cdiv(clusters + 1, across), lead), (counts, total), (clusters, stretches), BS=few, BC=across,
         num_warps=4,
