@@ -9,7 +9,7 @@ from typing import Any
 from clusterattn._rows import Row
 
 from ._experiment import Cell, Table, beside, chosen, spread
-from ._readings import LATER, TASK, reading
+from ._readings import CHOSEN, TASK, TURNS, reading
 
 FP32 = 1.5  # times as long an update, roughly
 
@@ -82,9 +82,9 @@ def improved(clusters: int) -> dict[str, str]:
     return {"improved, longer": hashed, "improved, longer, euclid": f"{hashed},metric=euclid"}
 
 
-# The two later readings at every length; and what more updates alone bring, where the former one stops short.
-TURNS = {f"{label}, longer": reading(label) for label in LATER}
-TAUGHT = {f"{TASK}, longer": reading(TASK)}
+# The later reading at every length; and what more updates alone bring to those that stop short without it.
+TAUGHT = {f"{TURNS}, longer": reading(TURNS)}
+ALONE = {f"{label}, longer": reading(label) for label in (TASK, CHOSEN)}
 
 
 def until(curve: Sequence[Sequence[float]], step: int) -> float:

@@ -31,11 +31,8 @@ CHOSEN = "clusterformer-spread"  # the best on the toy copy task of those that t
 TASK = "clusterformer-task"  # the best of all there, and not in the paper: shown beside it
 # Came after the tables, and is shown where the copy task is trained longer: blocks look back alone, so tokens of one
 # cluster stand the other way round in every other head, and clusters are kept as even as the blocks that cut them.
-_TURNS = {"ties": "turns", "balance": 0.1}
-LATER: dict[str, dict[str, Any]] = {
-    "clusterformer-turns": READINGS[TASK] | _TURNS,
-    "clusterformer-spread-turns": READINGS[CHOSEN] | _TURNS,
-}
+TURNS = "clusterformer-turns"
+LATER: dict[str, dict[str, Any]] = {TURNS: READINGS[TASK] | {"ties": "turns", "balance": 0.1}}
 NEW = tuple(label for label in READINGS if label != PAPERS)
 SAYS = {
     PAPERS: "ClusterFormer, one grouping for all heads",

@@ -17,7 +17,7 @@ from ..models.tagger import SYMBOLS
 from ..tasks.copying import Copying
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, Table, beside, chosen, pinned, spread
-from ._longer import TAUGHT, TURNS, Longer, first, improved, until
+from ._longer import ALONE, TAUGHT, Longer, first, improved, until
 from ._readings import NEW, READINGS, READINGS_NOTE, reading
 
 WINDOW = 32  # of local attention, as in the authors' rebuttal (there at N = 128)
@@ -217,13 +217,13 @@ class ClusteredFig5(Experiment):
 LONGER: dict[CopyingConfig, tuple[Longer, ...]] = {
     ClusteredFig5.scales["smoke"]: (
         Longer(improved(4), letters=(11,), budget=4, steps=6, seeds=1, published=100.0),
-        Longer(TURNS, letters=(7, 11), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
-        Longer(TAUGHT, letters=(11,), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
+        Longer(TAUGHT, letters=(7, 11), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
+        Longer(ALONE, letters=(11,), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
     ),
     ClusteredFig5.scales["small"]: (
         Longer(improved(15), letters=(255,), budget=15, published=100.0),
-        Longer(TURNS, letters=(31, 63, 127, 255), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
-        Longer(TAUGHT, letters=(127,), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
+        Longer(TAUGHT, letters=(31, 63, 127, 255), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
+        Longer(ALONE, letters=(127,), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
     ),
 }
 

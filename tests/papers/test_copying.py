@@ -8,7 +8,7 @@ import torch
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce._readings import LATER, NEW, READINGS
+from clusterattn_papers.reproduce._readings import CHOSEN, NEW, READINGS, TASK, TURNS
 from clusterattn_papers.reproduce.clustered_fig5 import LONGER, SEEDS, ClusteredFig5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
@@ -166,7 +166,7 @@ def test_figure_5_is_the_papers_at_small_scale() -> None:
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW) + 2 * 3 + (4 * 2 + 1) * 3
+    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW) + 2 * 3 + (4 + 2) * 3
 
 
 def test_the_hardest_cell_is_run_longer_in_fp32_beside_the_others() -> None:
@@ -185,19 +185,18 @@ def test_the_hardest_cell_is_run_longer_in_fp32_beside_the_others() -> None:
     assert "most_steps" not in str(ClusteredFig5().cells(ClusteredFig5.scales["paper"]))
 
 
-def test_later_readings_are_run_longer_at_every_length_and_what_more_updates_alone_bring() -> None:
+def test_the_later_reading_is_run_longer_at_every_length_and_what_more_updates_alone_bring_at_one() -> None:
     figure, config = ClusteredFig5(), ClusteredFig5.scales["small"]
     longer = [cell for cell in figure.cells(config) if cell.name.startswith("clusterformer") and "longer" in cell.name]
-    assert len(longer) == len(config.letters) * 3 * len(LATER) + 3
+    assert len(longer) == (len(config.letters) + 2) * 3
     for cell in longer:
         assert cell.settings["most_steps"] == 2 * config.steps
         assert cell.settings["lr"] > config.lr
         assert ("ties=turns" in cell.settings["spec"]) == ("turns" in cell.name)
         assert ("affinity" in cell.settings["spec"]) == ("spread" not in cell.name)
-    table = figure.tables([], config)[-2]
-    assert [row[0] for row in table.rows] == [
-        f"{label}, longer, N = {n}" for n in (64, 128, 256, 512) for label in LATER
-    ]
+    table, alone = figure.tables([], config)[-2:]
+    assert [row[0] for row in table.rows] == [f"{TURNS}, longer, N = {n}" for n in (64, 128, 256, 512)]
+    assert [row[0] for row in alone.rows] == [f"{TASK}, longer", f"{CHOSEN}, longer"]
     usual = {frozenset(cell.settings) for cell in figure.cells(config) if "longer" not in cell.name}
     assert usual == {frozenset({"method", "budget", "letters", "seed", "spec"})}
 
