@@ -117,6 +117,7 @@ CASES = [
         ca.ClusterFormer(clusters=5, blocks=3),
         lambda n, m: ca.ClusterFormer(clusters=3, blocks=3),
     ),
+    Case("clusterformer-turns", ca.ClusterFormer(clusters=4, ties="turns"), None),
     Case("oracle_top", ca.OracleTop(top=4), lambda n, m: ca.OracleTop(top=m)),
     Case("local", ca.Local(window=4), lambda n, m: ca.Local(window=2 * max(n, m) + 1)),
 ]

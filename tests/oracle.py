@@ -355,10 +355,13 @@ def neural_clustering(
     return u, labels, new, l1, l2
 
 
-def clusterformer_tables(labels: Tensor, clusters: int, blocks: int = 2) -> tuple[list[list[int]], list[list[int]]]:
-    """Eqs. 5 and 8 for one sequence: sorted by label (stable), equal blocks, each with those before it."""
+def clusterformer_tables(
+    labels: Tensor, clusters: int, blocks: int = 2, *, backwards: bool = False
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Eqs. 5 and 8 for one sequence: sorted by label (equal ones by place, or backwards), equal blocks, each with those
+    before it."""
     real = [j for j in range(len(labels)) if labels[j] >= 0]
-    order = sorted(real, key=lambda j: (int(labels[j]), j))
+    order = sorted(real, key=lambda j: (int(labels[j]), -j if backwards else j))
     width = max(math.ceil(len(order) / clusters), 1)
     slices = [order[i * width : (i + 1) * width] for i in range(clusters)]
     windows = []

@@ -53,6 +53,9 @@ class ClusterFormer(Method):
         similarity: "cosine", or "inner" as printed: its losses have no lower bound
         sharpness: factor of the similarity inside U (eq. 2)
         assign: by the largest "share" (eq. 4), or to the centroid of largest "similarity"
+        ties: in which order the tokens of one cluster stand, of which the paper says nothing: "forward", by their place
+            in the sequence; or heads take "turns", every other one the other way. Blocks look back alone: where a
+            cluster is cut, one order hides what comes later in the sequence, the other what came before
         compare: losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
         spread: give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
         trains: what the losses train: the "centroids" alone, the "map" W^C too (in the modules, which own it: there no
@@ -83,6 +86,7 @@ class ClusterFormer(Method):
     similarity: str = "cosine"
     sharpness: float = 1.0
     assign: str = "share"
+    ties: str = "forward"
     compare: str = "updated"
     spread: bool = False
     trains: str = "centroids"
@@ -129,7 +133,7 @@ class ClusterFormer(Method):
         with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
             alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
         labels = self._labels(alike, alive)  # (b g n), eq. 4
-        order = tables.valid_first(labels, valid.unsqueeze(1))  # eq. 5, stable
+        order = tables.valid_first(self._ranked(labels, h), valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
         most = self._count(centroids.shape[2] if call.state is not None else None, n)
         seats = -(-n // most)
@@ -227,6 +231,15 @@ class ClusterFormer(Method):
             alike = alike - alike.logsumexp(-1, keepdim=True)
         return alike.masked_fill(~alive[:, None, :, None], float("-inf")).argmax(2)
 
+    def _ranked(self, labels: Tensor, heads: int) -> Tensor:
+        """What tokens are sorted by (b g n or b h n): their clusters, and among equals their place in the sequence,
+        which every other head reads backwards where they take turns."""
+        if self.ties == "forward":
+            return labels
+        place = torch.arange(labels.shape[2], device=labels.device)
+        odd = torch.arange(heads, device=labels.device).unsqueeze(1) % 2 == 1
+        return labels * labels.shape[2] + torch.where(odd, place.flip(0), place)
+
     def _membership(self, q: Tensor, call: Call) -> Tensor:
         """A (b g c n): the shares U of a token, normalised over the centroids."""
         valid = seated(q, call)
@@ -276,7 +289,7 @@ class ClusterFormer(Method):
 
 CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
-    "compare": ("updated", "given"), "trains": ("centroids", "map", "all"),
+    "compare": ("updated", "given"), "trains": ("centroids", "map", "all"), "ties": ("forward", "turns"),
 }  # fmt: skip
 
 

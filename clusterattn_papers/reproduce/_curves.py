@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from clusterattn.measure import plots
 
-from ._readings import CHOSEN
+from ._readings import CHOSEN, DEFAULT
 
+DOTTED = {"lsh-1": ":", CHOSEN: ":", DEFAULT: "-."}
 LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
 
@@ -23,7 +24,7 @@ def drawn_lines(panels: Sequence[tuple[str, Curves]]) -> bytes | None:
         for axis, (title, drawn) in zip(axes, panels, strict=True):
             for label, (lengths, heights) in drawn.items():
                 colour, marker = plots.style_of(label)
-                dotted = ":" if label in ("lsh-1", CHOSEN) else "--" if "written out" in label else "-"
+                dotted = DOTTED.get(label, "--" if "written out" in label else "-")
                 edge = {"mec": "white", "mew": 0.5}
                 lines[label] = axis.plot(lengths, heights, color=colour, marker=marker, ms=7, ls=dotted, **edge)[0]
             axis.set(title=title, xlabel="length N (tokens)")

@@ -15,9 +15,10 @@ from clusterattn._rows import Row
 from ._curves import Curves, spaced
 from ._experiment import Cell, Context, Experiment, Table
 from ._pace import Step, measured
-from ._readings import CHOSEN, PAPERS
+from ._readings import CHOSEN, DEFAULT, PAPERS
 
 REPLAYED = "on a GPU replayed as CUDA graphs, so without what Python takes to launch kernels"
+TIMED_LATER = (DEFAULT, CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class TimingsConfig:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The methods, and behind ClusterFormer's first reading the chosen one."""
-        return tuple(each for label in self.methods for each in ((PAPERS, CHOSEN) if label == PAPERS else (label,)))
+        """The methods, and behind ClusterFormer's first reading the default of today and the chosen one."""
+        readings = (PAPERS, *TIMED_LATER)
+        return tuple(each for label in self.methods for each in (readings if label == PAPERS else (label,)))
 
 
 def _kernel(label: str) -> Any:
@@ -96,7 +98,7 @@ def one(rows: Sequence[Row], label: str, n: int, which: str) -> Row | None:
 
 def curves(rows: Sequence[Row], config: TimingsConfig, which: str, height: Callable[[Row], float], key: str) -> Curves:
     found = {}
-    for label in config.methods:
+    for label in config.labels:
         mine = [row for n in config.lengths if (row := one(rows, label, n, which)) and row.get(key)]
         if mine:
             found[label] = [row["n"] for row in mine], [height(row) for row in mine]

@@ -17,6 +17,7 @@ from ..models.tagger import SYMBOLS
 from ..tasks.copying import Copying
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, Table, beside, chosen, pinned, spread
+from ._longer import ALONE, TAUGHT, Longer, first, improved, until
 from ._readings import NEW, READINGS, READINGS_NOTE, reading
 
 WINDOW = 32  # of local attention, as in the authors' rebuttal (there at N = 128)
@@ -51,22 +52,6 @@ class CopyingConfig:
     graphs: bool = True
 
 
-@dataclass(frozen=True)
-class Longer:
-    """The hardest cell once more, with more updates and in fp32: where does its curve end?"""
-
-    letters: int = 255
-    clusters: int = 15
-    steps: int = 10_000
-    seeds: int = 3
-
-    @property
-    def methods(self) -> dict[str, str]:
-        """As hashed, and with queries grouped as they are: hashing costs distance (`metric`)."""
-        hashed = f"improved:clusters={self.clusters}"
-        return {"improved, longer": hashed, "improved, longer, euclid": f"{hashed},metric=euclid"}
-
-
 class ClusteredFig5(Experiment):
     name = "clustered-fig5"
     place = "Figure 5"
@@ -81,7 +66,7 @@ class ClusteredFig5(Experiment):
     }  # fmt: skip
 
     def cells(self, config: CopyingConfig) -> list[Cell]:
-        made = self._longer(config)
+        made = [cell for rule in LONGER.get(config, ()) for cell in rule.cells(config.steps)]
         for letters in config.letters:
             for name, budget, spec in _methods(config):
                 for seed in range(max(config.seeds, SEEDS) if name in NEW else config.seeds):
@@ -90,28 +75,6 @@ class ClusteredFig5(Experiment):
                     weight = (1 + letters / 128) * (1 + (budget if name in ROUNDS else 0) / 8)
                     made.append(Cell(label, settings, 30 * weight))
         return made
-
-    def _longer(self, config: CopyingConfig) -> list[Cell]:
-        rule = LONGER.get(config)
-        if rule is None:
-            return []
-        return [
-            Cell(
-                f"{name}, length {2 * (rule.letters + 1)}, seed {seed}",
-                {
-                    "method": name,
-                    "budget": rule.clusters,
-                    "letters": rule.letters,
-                    "seed": seed,
-                    "spec": spec,
-                    "most_steps": rule.steps,
-                    "precision": "no",
-                },
-                seconds=30 * (1 + rule.letters / 128) * rule.steps / config.steps * FP32,
-            )
-            for name, spec in rule.methods.items()
-            for seed in range(rule.seeds)
-        ]
 
     def run(self, cell: Cell, config: CopyingConfig, context: Context) -> list[Row]:
         seed, steps = cell.settings["seed"], cell.settings.get("most_steps", config.steps)
@@ -128,7 +91,9 @@ class ClusteredFig5(Experiment):
         settings = Settings(
             steps=steps,
             batch=config.batch,
-            lr=config.lr,
+            lr=cell.settings.get("lr", config.lr),
+            warmup=cell.settings.get("warmup", 0),
+            decay=cell.settings.get("decay", "constant"),
             evaluate=config.evaluate,
             target=config.target,
             precision=cell.settings.get("precision", config.precision),
@@ -162,28 +127,12 @@ class ClusteredFig5(Experiment):
             paper = 100.0 if name in PERFECT else None
             masked.rows.append([label, *(beside(paper, chosen(rows, "accuracy", **each), 2, 100) for each in found)])
             whole.rows.append([label, *(spread(chosen(rows, "accuracy_all", **each), 2, 100) for each in found)])
-            when.rows.append([label, *(_first(rows, each) for each in found)])
+            when.rows.append([label, *(first(_like(rows, each)) for each in found)])
         masked.notes = [
             "The paper says that full and improved are perfect everywhere, and shows the others as colours only.",
             f"Guessing gets {100 / 10:.0f} per cent. Clusters of at least N queries are exact attention.",
         ]
-        return [masked, whole, when, *self._longer_table(rows, config)]
-
-    def _longer_table(self, rows: Sequence[Row], config: CopyingConfig) -> list[Table]:
-        rule = LONGER.get(config)
-        if rule is None:
-            return []
-        table = Table(
-            f"N = {2 * (rule.letters + 1)} with {rule.clusters} clusters, fp32, up to {rule.steps} updates: masked "
-            "tokens that are right, per cent (the paper's | ours)",
-            ["Attention", "best weights", f"after {rule.steps // 2} updates", "first at 99.5 %"],
-        )
-        for name in rule.methods:
-            mine = [row for row in rows if row["method"] == name]
-            half = [_until(row["curve"], rule.steps // 2) for row in mine]
-            first = _first(rows, {"method": name})
-            table.rows.append([name, beside(100.0, chosen(mine, "accuracy"), 2, 100), spread(half, 2, 100), first])
-        return [table]
+        return [masked, whole, when, *(rule.table(rows) for rule in LONGER.get(config, ()))]
 
     def picture(self, rows: Sequence[Row], config: CopyingConfig) -> bytes | None:
         """A heat map for each method that has something to sweep, and one for those that have not."""
@@ -255,7 +204,7 @@ class ClusteredFig5(Experiment):
                         f"There a cluster has {queries:.0f} queries on average, and {top} near keys for all of them: "
                         "the masked ones must learn to gather in clusters of their own, or several heads to share them."
                     )
-        for name in (*CLUSTERS, *ROUNDS, *OTHERS, *(LONGER[config].methods if config in LONGER else ())):
+        for name in (*CLUSTERS, *ROUNDS, *OTHERS, *(name for rule in LONGER.get(config, ()) for name in rule.methods)):
             ours = chosen(rows, "accuracy", method=name)
             right = sum(each >= SOLVED for each in ours)
             if ours:
@@ -265,11 +214,18 @@ class ClusteredFig5(Experiment):
 
 
 # Not in the configuration, whose fingerprint the rows that are there carry.
-LONGER: dict[CopyingConfig, Longer] = {
-    ClusteredFig5.scales["smoke"]: Longer(letters=11, clusters=4, steps=6, seeds=1),
-    ClusteredFig5.scales["small"]: Longer(),
+LONGER: dict[CopyingConfig, tuple[Longer, ...]] = {
+    ClusteredFig5.scales["smoke"]: (
+        Longer(improved(4), letters=(11,), budget=4, steps=6, seeds=1, published=100.0),
+        Longer(TAUGHT, letters=(7, 11), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
+        Longer(ALONE, letters=(11,), steps=6, seeds=1, lr=1e-3, warmup=2, decay="linear"),
+    ),
+    ClusteredFig5.scales["small"]: (
+        Longer(improved(15), letters=(255,), budget=15, published=100.0),
+        Longer(TAUGHT, letters=(31, 63, 127, 255), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
+        Longer(ALONE, letters=(127,), precision="bf16", lr=1e-3, warmup=500, decay="linear"),
+    ),
 }
-FP32 = 1.5  # times as long an update, roughly
 
 
 def _still_rising(rows: Sequence[Row], name: str, config: CopyingConfig) -> str | None:
@@ -279,17 +235,12 @@ def _still_rising(rows: Sequence[Row], name: str, config: CopyingConfig) -> str 
     for letters in config.letters:
         mine = [row for row in rows if (row["method"], row["letters"]) == (name, letters)]
         if mine and min(row["accuracy"] for row in mine) < SOLVED:
-            gains = [_until(row["curve"], config.steps) - _until(row["curve"], late) for row in mine]
+            gains = [until(row["curve"], config.steps) - until(row["curve"], late) for row in mine]
             got, gain = statistics.fmean(row["accuracy"] for row in mine), statistics.fmean(gains)
             found.append(f"{got:.1%} at N = {2 * (letters + 1)} ({100 * gain:+.1f} points)")
     if not found:
         return None
     return f"{name}, mean over seeds, and what the last fifth of the updates brought on dev: {', '.join(found)}."
-
-
-def _until(curve: Sequence[Sequence[float]], step: int) -> float:
-    """The best accuracy up to a step; of the first judgement where that came later."""
-    return max((accuracy for at, accuracy in curve if at <= step), default=curve[0][1])
 
 
 def _methods(config: CopyingConfig) -> list[tuple[str, int, str]]:
@@ -303,9 +254,8 @@ def _methods(config: CopyingConfig) -> list[tuple[str, int, str]]:
     return [*((name, 0, spec) for name, spec in OTHERS.items()), *swept]
 
 
-def _first(rows: Sequence[Row], settings: dict[str, Any]) -> str:
-    found = [row for row in rows if all(row.get(key) == value for key, value in settings.items())]
-    return ", ".join("never" if row["solved"] is None else str(row["solved"]) for row in found) or "…"
+def _like(rows: Sequence[Row], settings: dict[str, Any]) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in settings.items())]
 
 
 def _panel(

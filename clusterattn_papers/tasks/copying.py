@@ -31,6 +31,8 @@ class Copying(Task):
 
     "accuracy" is over the masked tokens alone: the others can be copied from where they stand. It is 1/symbols by
     guessing. "accuracy_all" is over all tokens, separators too; the paper does not say which of the two it shows.
+    "accuracy_first" and "accuracy_second" are over the masked tokens of one half: a hole of the first half is answered
+    further on, and not every method looks as far ahead as back.
     """
 
     name: ClassVar[str] = "copying"
@@ -80,10 +82,17 @@ class Copying(Task):
         return classified(model(batch["ids"]), batch["targets"])
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:
-        counts = torch.zeros(4, dtype=torch.float64)
+        counts = torch.zeros(6, dtype=torch.float64)
         for batch in batches:
             same, holes = model(batch["ids"]).logits.argmax(-1) == batch["targets"], batch["ids"] == self.hole
-            everywhere = torch.ones_like(holes)
-            counts += torch.stack([each.sum() for each in (same & holes, holes, same, everywhere)]).cpu()
-        right, masked, right_all, tokens = counts.tolist()
-        return {"accuracy": right / max(masked, 1), "accuracy_all": right_all / max(tokens, 1)}
+            everywhere, (first, second) = torch.ones_like(holes), holes.chunk(2, 1)
+            ahead, back = same.chunk(2, 1)
+            counted = (ahead & first, first, back & second, second, same, everywhere)
+            counts += torch.stack([each.sum() for each in counted]).cpu()
+        ahead_right, ahead_all, back_right, back_all, right_all, tokens = counts.tolist()
+        return {
+            "accuracy": (ahead_right + back_right) / max(ahead_all + back_all, 1),
+            "accuracy_first": ahead_right / max(ahead_all, 1),
+            "accuracy_second": back_right / max(back_all, 1),
+            "accuracy_all": right_all / max(tokens, 1),
+        }

@@ -257,14 +257,17 @@ def test_reformer_chunks_hold_everybody_once_a_round_and_look_one_back(mask: str
 
 
 @pytest.mark.parametrize("mask", ["all", *laws.PADDINGS])
+@pytest.mark.parametrize("ties", ["forward", "turns"])
 @pytest.mark.parametrize(("clusters", "blocks"), [(4, 2), (5, 3), (2, 2), (1, 2)])
-def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, blocks: int) -> None:
+def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, blocks: int, ties: str) -> None:
     x = draw(n=22, m=22)
     x = x if mask == "all" else padded(x, mask)
     g = torch.Generator().manual_seed(8)
     points = torch.randn(2, 22, 7, generator=g, dtype=torch.float64).requires_grad_()
     start = torch.randn(clusters, 7, generator=g, dtype=torch.float64).requires_grad_()
-    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, scope="shared", similarity="inner", trains="all")
+    method = ca.ClusterFormer(
+        clusters=clusters, blocks=blocks, scope="shared", similarity="inner", trains="all", ties=ties
+    )
     asked = {"points": points, "state": start}
     _, state = x.attend(method, **asked, return_state=True)
     buckets = x.groups(method, **asked)
@@ -275,9 +278,10 @@ def test_clusterformer_follows_equations_2_to_11(mask: str, clusters: int, block
         close(state.centroids[row], new)
         first.append(l1)
         second.append(l2)
-        slices, windows = oracle.clusterformer_tables(labels, clusters, blocks)
-        for table, wanted in ((buckets.queries, slices), (buckets.keys, windows)):
-            for head in range(4):
+        for head in range(4):
+            backwards = ties == "turns" and head % 2 == 1
+            slices, windows = oracle.clusterformer_tables(labels, clusters, blocks, backwards=backwards)
+            for table, wanted in ((buckets.queries, slices), (buckets.keys, windows)):
                 got = [seats[seats >= 0].tolist() for seats in table[row, head]]
                 assert [sorted(one) for one in got if one] == [sorted(one) for one in wanted if one]
     losses = (torch.stack(first).mean(), torch.stack(second).mean())

@@ -172,6 +172,7 @@ def test_8_no_setting_is_dead(case: Case) -> None:
         "scope": "shared",
         "sharpness": 9.0,
         "assign": "similarity",
+        "ties": "turns",
         "compare": "given",
         "spread": True,
         "affinity": 3.0,

@@ -79,8 +79,8 @@ def test_padded_points_change_nothing_whatever_they_hold() -> None:
 
 OTHER = {
     "clusters": 3, "blocks": 3, "scope": "shared", "similarity": "inner", "sharpness": 5.0, "assign": "similarity",
-    "compare": "given", "spread": True, "trains": "all", "affinity": 2.0, "straight": True, "mu": 0.3, "nu": 0.0,
-    "balance": 0.2, "fade": 7, "pass_on": False,
+    "ties": "turns", "compare": "given", "spread": True, "trains": "all", "affinity": 2.0, "straight": True,
+    "mu": 0.3, "nu": 0.0, "balance": 0.2, "fade": 7, "pass_on": False,
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_modules_keep_every_setting() -> None:
     assert ca.method(str(method)) == method  # and the command line's words for it say them all
 
 
-@pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "spread", "affinity", "blocks"])
+@pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "ties", "spread", "affinity", "blocks"])
 def test_a_setting_changes_what_an_encoder_answers(name: str) -> None:
     x = tokens()
     assert not torch.allclose(encoder()(x)[0], encoder(**{name: OTHER[name]})(x)[0])

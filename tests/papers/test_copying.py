@@ -8,7 +8,7 @@ import torch
 from clusterattn_papers.models import Answer
 from clusterattn_papers.models.tagger import Tagger
 from clusterattn_papers.reproduce import Context
-from clusterattn_papers.reproduce._readings import NEW, READINGS
+from clusterattn_papers.reproduce._readings import CHOSEN, NEW, READINGS, TASK, TURNS
 from clusterattn_papers.reproduce.clustered_fig5 import LONGER, SEEDS, ClusteredFig5
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.copying import Copying
@@ -70,6 +70,8 @@ def test_accuracy_counts_masked_tokens() -> None:
     figures = task.judge(Parrot(), batches(task, "dev", 10))
     assert figures["accuracy"] == pytest.approx(float(ones.sum() / holes.sum()))
     assert figures["accuracy_all"] == pytest.approx(float((ones | ~holes).float().mean()))
+    for name, half in (("accuracy_first", slice(None, 32)), ("accuracy_second", slice(32, None))):
+        assert figures[name] == pytest.approx(float(ones[:, half].sum() / holes[:, half].sum())), name
 
 
 GIVEN = "refined:clusters=4,top=8,parts=1,slope=false,steps=2"  # sizes that are left open follow the padded length
@@ -108,11 +110,12 @@ def test_figure_5_runs_for_every_method(tmp_path) -> None:
         context = Context(torch.device("cpu"), None, tmp_path / str(at))
         rows += [{**cell.settings, **row} for row in experiment.run(cell, config, context)]
     names = {"full", "routing", "local", "improved", "clustered", "refined", "lsh", "smyrf", *READINGS}
-    longer = LONGER[config].methods.keys()
-    assert {row["method"] for row in rows} == names | longer
+    longer = {name: rule for rule in LONGER[config] for name in rule.methods}
+    assert {row["method"] for row in rows} == names | longer.keys()
     seeds = {name: SEEDS if name in NEW else 1 for name in names}
-    assert len(rows) == sum(seeds.values()) * len(config.letters) + len(longer)
-    assert {row["steps"] for row in rows if row["method"] in longer} == {LONGER[config].steps}
+    again = sum(len(rule.letters) * rule.seeds for rule in longer.values())
+    assert len(rows) == sum(seeds.values()) * len(config.letters) + again
+    assert {row["steps"] for row in rows if row["method"] in longer} == {6}
     for table in experiment.tables(rows, config):
         assert all(len(row) == len(table.columns) and "…" not in row for row in table.rows)
     assert experiment.tables([], config)[0].rows[0][1] == "100.00 | …"
@@ -163,13 +166,13 @@ def test_figure_5_is_the_papers_at_small_scale() -> None:
     assert [2 * (letters + 1) for letters in config.letters] == [64, 128, 256, 512]
     assert (config.layers, config.heads, config.dim // config.heads, config.feedforward) == (4, 6, 32, 768)
     assert (config.steps, config.batch, config.lr) == (5000, 32, 2e-4)
-    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW) + 2 * 3
+    assert len(ClusteredFig5().cells(config)) == 92 + 4 + 4 * SEEDS * len(NEW) + 2 * 3 + (4 + 2) * 3
 
 
 def test_the_hardest_cell_is_run_longer_in_fp32_beside_the_others() -> None:
     """More updates, seeds and a Euclidean grouping, under names of their own: what is there keeps its cells."""
     figure, config = ClusteredFig5(), ClusteredFig5.scales["small"]
-    longer = [cell for cell in figure.cells(config) if "most_steps" in cell.settings]
+    longer = [cell for cell in figure.cells(config) if "most_steps" in cell.settings and "improved" in cell.name]
     assert [cell.name for cell in longer] == [
         f"improved, longer{kind}, length 512, seed {seed}" for kind in ("", ", euclid") for seed in range(3)
     ]
@@ -178,7 +181,24 @@ def test_the_hardest_cell_is_run_longer_in_fp32_beside_the_others() -> None:
         assert cell.settings["most_steps"] == 10_000
         assert ("metric=euclid" in cell.settings["spec"]) == ("euclid" in cell.name)
         assert "clusters=15" in cell.settings["spec"]
+        assert "lr" not in cell.settings
     assert "most_steps" not in str(ClusteredFig5().cells(ClusteredFig5.scales["paper"]))
+
+
+def test_the_later_reading_is_run_longer_at_every_length_and_what_more_updates_alone_bring_at_one() -> None:
+    figure, config = ClusteredFig5(), ClusteredFig5.scales["small"]
+    longer = [cell for cell in figure.cells(config) if cell.name.startswith("clusterformer") and "longer" in cell.name]
+    assert len(longer) == (len(config.letters) + 2) * 3
+    for cell in longer:
+        assert cell.settings["most_steps"] == 2 * config.steps
+        assert cell.settings["lr"] > config.lr
+        assert ("ties=turns" in cell.settings["spec"]) == ("turns" in cell.name)
+        assert ("affinity" in cell.settings["spec"]) == ("spread" not in cell.name)
+    table, alone = figure.tables([], config)[-2:]
+    assert [row[0] for row in table.rows] == [f"{TURNS}, longer, N = {n}" for n in (64, 128, 256, 512)]
+    assert [row[0] for row in alone.rows] == [f"{TASK}, longer", f"{CHOSEN}, longer"]
+    usual = {frozenset(cell.settings) for cell in figure.cells(config) if "longer" not in cell.name}
+    assert usual == {frozenset({"method", "budget", "letters", "seed", "spec"})}
 
 
 def test_longer_training_is_shown_with_where_it_stood_half_way() -> None:
@@ -188,8 +208,8 @@ def test_longer_training_is_shown_with_where_it_stood_half_way() -> None:
         {**made, "accuracy": 0.998, "steps": 9000, "solved": 8000, "curve": [[2500, 0.5], [5000, 0.97], [9000, 0.998]]},
         {**made, "accuracy": 0.99, "steps": 10000, "solved": None, "curve": [[2500, 0.5], [5000, 0.95], [10000, 0.99]]},
     ]
-    table = figure.tables(rows, config)[-1]
-    assert table.rows[0] == ["improved, longer", "100.00 | 99.40 ± 0.57", "96.00 ± 1.41", "8000, never"]
-    assert table.rows[1][1:] == ["100.00 | …", "…", "…"]
+    table = figure.tables(rows, config)[-3]
+    assert table.rows[0] == ["improved, longer", "100.00 | 99.40 ± 0.57", "… | …", "96.00 ± 1.41", "8000, never"]
+    assert table.rows[1][1:] == ["100.00 | …", "… | …", "…", "…"]
     assert "improved, longer solves 1 of 2 cells." in figure.findings(rows, config)
     assert "96.88" not in str(figure.tables(rows, config)[0].rows)
