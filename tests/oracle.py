@@ -356,12 +356,12 @@ def neural_clustering(
 
 
 def clusterformer_tables(
-    labels: Tensor, clusters: int, blocks: int = 2, *, backwards: bool = False
+    labels: Tensor, clusters: int, blocks: int = 2, *, turns: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Eqs. 5 and 8 for one sequence: sorted by label (equal ones by place, or backwards), equal blocks, each with those
-    before it."""
+    """Eqs. 5 and 8 for one sequence: sorted by label, equal ones by their place (in turns: backwards in odd clusters),
+    equal blocks, each with those before it."""
     real = [j for j in range(len(labels)) if labels[j] >= 0]
-    order = sorted(real, key=lambda j: (int(labels[j]), -j if backwards else j))
+    order = sorted(real, key=lambda j: (int(labels[j]), -j if turns and labels[j] % 2 else j))
     width = max(math.ceil(len(order) / clusters), 1)
     slices = [order[i * width : (i + 1) * width] for i in range(clusters)]
     windows = []

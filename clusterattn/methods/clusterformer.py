@@ -54,7 +54,7 @@ class ClusterFormer(Method):
         sharpness: factor of the similarity inside U (eq. 2)
         assign: by the largest "share" (eq. 4), or to the centroid of largest "similarity"
         ties: in which order the tokens of one cluster stand, of which the paper says nothing: "forward", by their place
-            in the sequence; or heads take "turns", every other one the other way. Blocks look back alone: where a
+            in the sequence; or clusters take "turns", every other one the other way. Blocks look back alone: where a
             cluster is cut, one order hides what comes later in the sequence, the other what came before
         compare: losses compare with "updated" centroids (eqs. 6, 11) or the "given" ones
         spread: give the points mean 0 and variance 1 over the tokens, so that they cannot all become one
@@ -133,7 +133,7 @@ class ClusterFormer(Method):
         with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
             alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
         labels = self._labels(alike, alive)  # (b g n), eq. 4
-        order = tables.valid_first(self._ranked(labels, h), valid.unsqueeze(1))  # eq. 5, stable
+        order = tables.valid_first(self._ranked(labels), valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
         most = self._count(centroids.shape[2] if call.state is not None else None, n)
         seats = -(-n // most)
@@ -231,14 +231,13 @@ class ClusterFormer(Method):
             alike = alike - alike.logsumexp(-1, keepdim=True)
         return alike.masked_fill(~alive[:, None, :, None], float("-inf")).argmax(2)
 
-    def _ranked(self, labels: Tensor, heads: int) -> Tensor:
-        """What tokens are sorted by (b g n or b h n): their clusters, and among equals their place in the sequence,
-        which every other head reads backwards where they take turns."""
+    def _ranked(self, labels: Tensor) -> Tensor:
+        """What tokens are sorted by (b g n): their clusters, and among equals their place in the sequence, which every
+        other cluster reads backwards where they take turns."""
         if self.ties == "forward":
             return labels
         place = torch.arange(labels.shape[2], device=labels.device)
-        odd = torch.arange(heads, device=labels.device).unsqueeze(1) % 2 == 1
-        return labels * labels.shape[2] + torch.where(odd, place.flip(0), place)
+        return labels * labels.shape[2] + torch.where(labels % 2 == 1, place.flip(0), place)
 
     def _membership(self, q: Tensor, call: Call) -> Tensor:
         """A (b g c n): the shares U of a token, normalised over the centroids."""

@@ -30,7 +30,7 @@ DEFAULT = "clusterformer-head"  # what `ClusterFormer()` is
 CHOSEN = "clusterformer-spread"  # the best on the toy copy task of those that take nothing from the task
 TASK = "clusterformer-task"  # the best of all there, and not in the paper: shown beside it
 # Came after the tables, and is shown where the copy task is trained longer: blocks look back alone, so tokens of one
-# cluster stand the other way round in every other head, and clusters are kept as even as the blocks that cut them.
+# cluster stand the other way round in every other one, and clusters are kept as even as the blocks that cut them.
 TURNS = "clusterformer-turns"
 LATER: dict[str, dict[str, Any]] = {TURNS: READINGS[TASK] | {"ties": "turns", "balance": 0.1}}
 NEW = tuple(label for label in READINGS if label != PAPERS)
