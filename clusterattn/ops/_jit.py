@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "jit", "narrow", "power", "precision", "registers", "rows",
-    "tl", "triton", "why_no_kernels", "widths",
+    "HAVE_TRITON", "HEAD_DIMS", "INTERPRETING", "THIN", "in_turn", "jit", "narrow", "power", "precision", "registers",
+    "rows", "tl", "triton", "why_no_kernels", "widths",
 ]  # fmt: skip
 
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.target_info import cuda_capability_geq
 
     HAVE_TRITON = True
 except ImportError:  # CPU-only installations of torch come without it
@@ -35,6 +37,24 @@ def jit(function: Any) -> Any:
         return function
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(function, do_not_specialize=[name for name in LOOSE if name in names])
+
+
+if INTERPRETING:
+
+    @jit
+    def in_turn():
+        """One kernel after the other is how they are interpreted."""
+
+else:
+
+    @jit
+    def in_turn():
+        """The first statement of every kernel: wait until the kernel before has ended and its writes are seen, then let
+        the one behind get ready. So a kernel is on the chip, with its registers and shared memory, before its turn
+        comes: those of a call are short, and many (see ``_planned`` in _launch.py, which asks for it)."""
+        if cuda_capability_geq(9, 0):
+            gdc_wait()
+            gdc_launch_dependents()
 
 
 def why_no_kernels(x: Tensor) -> str | None:

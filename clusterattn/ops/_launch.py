@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ALIGNED = 16  # bytes: what Triton looks for in a pointer
 PLANS = 1 << 14  # how many are kept before all are forgotten
+HOPPER = 90  # from this architecture on a kernel can wait for the one before
 
 _plans: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
 # A profiler's hooks; a list in the Tritons we know, in others every launch takes the ordinary way
@@ -167,8 +168,10 @@ def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> t
         head = compiled.packed_metadata, None, None, None  # launch metadata and hooks
         launcher = compiled.run
         if getattr(launcher, "global_scratch_size", 1) == getattr(launcher, "profile_scratch_size", 1) == 0:
-            # what the launcher's own __call__ does where a kernel asks for no memory
-            cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+            # what the launcher's own __call__ does where a kernel asks for no memory; but kernels that wait for their
+            # turn themselves (see ``in_turn``) are brought to the chip before it comes
+            cooperative, target = launcher.launch_cooperative_grid, compiled.metadata.target
+            dependent = not cooperative and target.backend == "cuda" and target.arch >= HOPPER
             return launcher.launch, compiled.function, (cooperative, dependent, None, None, *head), constants
         return launcher, compiled.function, head, constants
     except (AttributeError, KeyError):

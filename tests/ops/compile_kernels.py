@@ -23,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import clusterattn as ca
@@ -74,9 +75,17 @@ class Collected:
         self.found.setdefault((name, f"{kinds} {packed[0]}"), (kernel, packed))
 
 
+class Device:
+    """The GPU that is not there, as far as kernels ask what they are compiled for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+
 def collecting() -> Collected:
     """From here on kernels are collected, CPU tensors are served by them, and new memory is zero."""
     collected = Collected()
+    driver.set_active(Device())
     JITFunction.run = lambda kernel, *args, **flags: collected.run(kernel, *args, **flags)
     _jit.INTERPRETING = _launch.INTERPRETING = True  # "a CPU will do"; nothing is interpreted
     train_kernels.multiprocessors = lambda device: 132

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +59,49 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(cuda: None) -> N
     assert kernel.ordinary == 1
     # grid, stream, function, metadata, no hooks, addresses, numbers, and the constants in the kernel's own order
     assert launched[-1] == (2, 3, 1, 99, 7, (4, 1, 0), None, None, None, x.data_ptr(), y.address, 8, 3, True, 16)
+
+
+class Launcher:
+    """As Triton's own, which a kernel without memory of its own is launched by directly."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_pdl = False
+
+    def __init__(self, launched: list[tuple[Any, ...]], cooperative: bool) -> None:
+        self.launch_cooperative_grid = cooperative
+        self.launch = lambda *args: launched.append(args)
+
+
+@pytest.mark.parametrize(
+    ("target", "cooperative", "early"),
+    [(("cuda", 90), False, True), (("cuda", 100), False, True), (("cuda", 80), False, False),
+     (("cuda", 90), True, False), (("hip", "gfx942"), False, False)],
+)  # fmt: skip
+def test_kernels_that_wait_for_their_turn_come_to_the_chip_before_it(
+    cuda: None, target: tuple[str, Any], cooperative: bool, early: bool
+) -> None:
+    launched: list[tuple[Any, ...]] = []
+    compiled = Compiled([])
+    compiled.run = Launcher(launched, cooperative)
+    compiled.metadata = SimpleNamespace(target=SimpleNamespace(backend=target[0], arch=target[1]))
+    kernel, x = Kernel(compiled), torch.zeros(8)
+    for _ in range(2):
+        launch(kernel, (1,), (x, x), (8,), (0,), FLAG=True, BLOCK=16)
+    assert launched[-1][5:9] == (cooperative, early, None, None)
+
+
+def test_every_kernel_waits_for_its_turn_before_anything_else() -> None:
+    kernels = 0
+    for path in sorted(Path(_launch.__file__).parent.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_kernel"):
+                continue
+            if [ast.unparse(each) for each in function.decorator_list] != ["jit"]:
+                continue
+            documented = ast.get_docstring(function) is not None
+            assert ast.unparse(function.body[documented]) == "in_turn()", f"{path.name}: {function.name}"
+            kernels += 1
+    assert kernels > 60
 
 
 def test_what_decides_the_kernel_makes_another_plan(cuda: None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, narrow, power, precision, rows, tl
+from .._jit import in_turn, jit, narrow, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..kmeans.nearest_kernels import TILE, crowded, highest_of, nearest, spread
 
@@ -23,6 +23,7 @@ def view_kernel(
 ):  # fmt: skip
     """VIEW (lead r d): differences of queries from their centroids, scaled; CENTRES (lead d+e+1): what is taken off the
     keys and the values, and the spread of the values. heads: of the keys."""
+    in_turn()
     lead = tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, lead % heads
     dims, values, ways = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR)
@@ -78,6 +79,7 @@ def beside_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of the keys at FIRST_AT (s of them) and SECOND_AT, or of the first ``total``: OUT (lead total r+e)."""
+    in_turn()
     lead, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     batch, head = lead // heads, lead % heads
     dims, values, ways = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR)
@@ -111,6 +113,7 @@ def nearest_beside_kernel(
 ):  # fmt: skip
     """Points are rounded as ``beside_kernel`` writes them and then as nearest_whole_kernel takes their origin off; the
     product with the centres W (lead c r+e) has two pieces, of directions and of values."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     batch, head = lead // heads, lead % heads
     dims, values, ways = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR)

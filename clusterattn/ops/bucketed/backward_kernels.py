@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, rows, tl
+from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch
 from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, plain, written
 from .lists import Alone, seat_lists, sum_lists
@@ -28,6 +28,7 @@ def delta_kernel(
 ):  # fmt: skip
     """rowsum(out * d_out) - d_lse, and the log-weights in base 2 with 0 for rows that saw nothing. Nobody is SEATED in
     any of the ROUNDS yet."""
+    in_turn()
     at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     values = tl.arange(0, BE)
     mask = (at < total)[:, None] & (values < e)[None, :]
@@ -100,6 +101,7 @@ def bucketed_bwd_kernel(
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a bucket whose queries are one tile; those of keys and values seat by seat."""
+    in_turn()
     bucket, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lead // heads, lead % heads
     seat, dims, values = tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
@@ -142,6 +144,7 @@ def bucketed_bwd_q_kernel(
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries."""
+    in_turn()
     tiles, lead = tl.cdiv(s, BS), tl.program_id(1).to(tl.int64)
     bucket, batch, head = tl.program_id(0) // tiles, lead // heads, lead % heads
     seat, dims, values = (tl.program_id(0) % tiles) * BS + tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
@@ -175,6 +178,7 @@ def bucketed_bwd_kv_kernel(
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys, written to its own seats."""
+    in_turn()
     tiles, lead = tl.cdiv(z, BZ), tl.program_id(1).to(tl.int64)
     bucket, batch, head = tl.program_id(0) // tiles, lead // heads, lead % heads
     place, dims, values = (tl.program_id(0) % tiles) * BZ + tl.arange(0, BZ), tl.arange(0, BD), tl.arange(0, BE)
@@ -209,6 +213,7 @@ def sum_rounds_kernel(
     OR_SELF: tl.constexpr, ROUNDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dq over the rounds in which a query had a seat; who looked at itself gets the gradient of that one logit."""
+    in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims, here = tl.arange(0, BD), at < n
     out = tl.zeros((BN, BD), tl.float32)

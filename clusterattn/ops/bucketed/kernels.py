@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .lists import gather_sum, join_lists, seat_lists
 
@@ -97,6 +97,7 @@ def bucketed_fwd_kernel(
     WHERE: tl.constexpr, BS: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     ONE_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     tiles, lead = tl.cdiv(s, BS), tl.program_id(1).to(tl.int64)
     bucket, batch, head = tl.program_id(0) // tiles, lead // heads, lead % heads
     seat, dims, values = (tl.program_id(0) % tiles) * BS + tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
@@ -146,6 +147,7 @@ def join_kernel(
     ROUNDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The answers of the rounds into one, in their order. OR_SELF: who saw nobody looks at the key beside itself."""
+    in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), at < n
     highest = tl.full((BN,), float("-inf"), tl.float32)
@@ -191,6 +193,7 @@ def join_kernel(
 @jit
 def fill_kernel(X, total, BLOCK: tl.constexpr):
     """-inf everywhere."""
+    in_turn()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(X + at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=at < total)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, tl
+from .._jit import in_turn, jit, power, tl
 from .._launch import cdiv, launch
 
 
@@ -30,6 +30,7 @@ class Alone(NamedTuple):
 def tokens_kernel(TABLE, TOKENS, total, length, seats, BN: tl.constexpr):
     """Which token sits where. A token of sequence i is numbered i (length + 1) + its position; -1, an empty seat, has
     position ``length``."""
+    in_turn()
     at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     place = tl.load(TABLE + at, mask=at < total, other=-1).to(tl.int64)
     token = (at // seats) * (length + 1) + tl.where(place < 0, length, place)
@@ -39,6 +40,7 @@ def tokens_kernel(TABLE, TOKENS, total, length, seats, BN: tl.constexpr):
 @jit
 def starts_kernel(TOKENS, START, many, total, steps, BN: tl.constexpr):
     """START[i]: how many of the sorted TOKENS are below i, by halving."""
+    in_turn()
     token = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     low, high = tl.zeros((BN,), tl.int64), tl.zeros((BN,), tl.int64) + total
     for _ in range(steps):
@@ -72,6 +74,7 @@ def gather_sum_kernel(
     ALONE: tl.constexpr, WEIGHED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group."""
+    in_turn()
     kv_heads = heads // group
     batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1) % kv_heads
     at, dims = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
@@ -104,6 +107,7 @@ def gather_sum_kernel(
 @jit
 def join_lists_kernel(ORDER, START, PART, PART_LSE, OUT, LSE, n, total, e, BR: tl.constexpr, BE: tl.constexpr):
     """The answers at a query's seats into one, in the order of its list."""
+    in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
     values, here = tl.arange(0, BE), at < n
     first = tl.load(START + lead * (n + 1) + at, mask=here, other=0)

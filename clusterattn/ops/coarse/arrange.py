@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, rows, tl
+from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch
 from ..members.kernels import by_label
 
@@ -64,6 +64,7 @@ def arrange_kernel(
     BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Row i of the copy is row ORDER[i] of the original."""
+    in_turn()
     lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), place < m
     source = tl.load(ORDER + lead * m + place, mask=here, other=0).to(tl.int64)
@@ -82,6 +83,7 @@ def near_shares_kernel(
 ):  # fmt: skip
     """What stands at the entries of NEAR_AT (lead total) is added to DK and DV, row i of the arranged keys to row
     ORDER[i]. ENTRIES: their numbers by stretches of keys, each so wide."""
+    in_turn()
     lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     stretch = tl.program_id(0) * BM // width
     begin = tl.load(FIRST + lead * (stretches + 2) + stretch)

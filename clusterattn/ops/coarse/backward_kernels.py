@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, narrow, power, precision, registers, tl
+from .._jit import THIN, in_turn, jit, narrow, power, precision, registers, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
@@ -26,6 +26,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """What backward wants of each row: gradients in the keys' dtype; delta; logs in base 2, 0 where nothing was seen.
     ODDS: the gradient of the far lse is that of far against near."""
+    in_turn()
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
     inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
@@ -59,6 +60,7 @@ def dc_kernel(
 ):  # fmt: skip
     """The centroids' gradient: the splits of the keys and, where the far lse is a tangent at the centroid, its foot.
     FEET (lead turns d): those of the slope, from FEET_FIRST (lead c+2) on."""
+    in_turn()
     lead, row, dims = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
     for first in range(0, splits, BS):
@@ -178,6 +180,7 @@ def coarse_bwd_kv_kernel(
 ):  # fmt: skip
     """A tile of the keys of one part; their gradients go to where they came from. SLOPE (one block): with what the
     gradient of the slope asks of them; BV: see strip. EVEN: tiles of centroids, their keys and values are full."""
+    in_turn()
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
     batch, kv_head = place // kv_heads, place % kv_heads
@@ -266,6 +269,7 @@ def coarse_bwd_c_kernel(
     SLOPE: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, registers, tl, widths
+from .._jit import THIN, in_turn, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged, rows_of
 from .near import _limit, across, near_across, select
@@ -50,6 +50,7 @@ def coarse_fwd_kernel(
 
     Heads come first among the programs: parts differ in size, and those of one head that start last would be waited
     for."""
+    in_turn()
     split, part, lead = tl.program_id(2) % splits, tl.program_id(2) // splits, tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
@@ -152,6 +153,7 @@ def join_kernel(
     TANGENT: tl.constexpr, ALL: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The splits of a few rows into one answer each; near keys are counted with the first part alone."""
+    in_turn()
     lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BR + tl.arange(0, BR)
     dims, values, every = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, ALL)
     here = (row < rows)[:, None] & (every < splits)[None, :]

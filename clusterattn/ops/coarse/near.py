@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged, rows_of
 from .reference import Reach
@@ -86,6 +86,7 @@ def maxima_kernel(
 ):  # fmt: skip
     """The best score of each group and span of a few tiles of keys; tiles that no row here may see are left out. FLIP:
     the scale is negative, so that the lowest product is the best."""
+    in_turn()
     lead = tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     row, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
@@ -248,6 +249,7 @@ def select_kernel(
     """The near keys of one row, by the best of its spans (LEVELS 3), the best groups of these (LEVELS 2) and the best
     keys of these. Where there are no more than ``top`` spans, or groups, all are looked at. What a level has found
     stands where the near keys will."""
+    in_turn()
     EACH: tl.constexpr = SPAN // GROUP
     lead, row = tl.program_id(0) // rows, tl.program_id(0) % rows
     at = tl.program_id(0).to(tl.int64)

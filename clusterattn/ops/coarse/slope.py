@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, registers, tl, widths
+from .._jit import THIN, in_turn, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged, rows_of
 from .near import near_down
@@ -31,6 +31,7 @@ PROGRAMS = 396  # three to each multiprocessor of a large chip
 def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr):
     """LEVEL (lead c): log2 of the far weight of each cluster less log2 of its share of the queries, so that
     2**(score - LEVEL) = pi a p. inf for a cluster without either."""
+    in_turn()
     lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
     here, part = row < rows, tl.arange(0, BP)
     highest, total = tl.full((BC,), float("-inf"), tl.float32), tl.zeros((BC,), tl.float32)
@@ -58,6 +59,7 @@ def slope_kernel(
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PART (lead blocks splits d e): the first of_keys splits go over keys, the others over virtual keys."""
+    in_turn()
     split, block, lead = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     dims, values, tile = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM)
@@ -118,6 +120,7 @@ def slope_kernel(
 @jit
 def added_kernel(PART, TOTAL, size, splits, BS: tl.constexpr, BX: tl.constexpr):
     """TOTAL (lead size): the sum of PART (lead splits size), split by split."""
+    in_turn()
     lead, at, split = tl.program_id(1).to(tl.int64), tl.program_id(0) * BX + tl.arange(0, BX), tl.arange(0, BS)
     total = tl.zeros((BX,), tl.float32)
     for first in range(0, splits, BS):
@@ -141,6 +144,7 @@ def added(part: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 @jit
 def shares_kernel(COUNTS, OUT, c, per, few, BC: tl.constexpr):
     """OUT: each of the first few clusters' share of their block's queries, 0 for the others."""
+    in_turn()
     block, lead, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BC)
     at = lead * c + block * per + which
     count = tl.load(COUNTS + at, mask=which < few, other=0).to(tl.float32)

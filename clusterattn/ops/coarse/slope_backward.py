@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, narrow, power, precision, tl
+from .._jit import THIN, in_turn, jit, narrow, power, precision, tl
 from .._launch import cdiv, launch
 from .arrange import Arranged
 from .kernels import LOG2E, Far
@@ -37,6 +37,7 @@ def pull_kernel(
 ):  # fmt: skip
     """Of each key PULL (lead 32 words), x^T D y, and OMEGA (the same), its weight in the slope. PART (lead splits few):
     the sum of PULL over a stretch of keys, under their weights for each cluster. BV: see strip."""
+    in_turn()
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     dims, values, tile, row = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM), tl.arange(0, BC)
@@ -141,6 +142,7 @@ def share_kernel(
 ):  # fmt: skip
     """The shares of a cluster's parts sum to one: what they ask for together (the keys by PART, less the means by
     ACROSS), each gives back by its share."""
+    in_turn()
     lead, row = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
     here, part = row < few, tl.arange(0, BP)
     total = tl.zeros((BC,), tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, tl
+from .._jit import in_turn, jit, tl
 from .._launch import Halves, cdiv, launch
 
 
@@ -29,6 +29,7 @@ def halves(HOLDER, low, high, HELD: tl.constexpr):
 
 @jit
 def bits_kernel(COUNTER, OUT, HOLDER, total, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     low, high = halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = tl.load(COUNTER + at, mask=at < total, other=0).to(tl.int64)
@@ -59,6 +60,7 @@ def bits(counter: Tensor, number: int, stream: int, holder: Tensor | None) -> Te
 @jit
 def normal_kernel(OUT, HOLDER, total, each, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
     """Box-Muller in fp64 on the counters of each round."""
+    in_turn()
     low, high = halves(HOLDER, low, high, HELD)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     counter = at % each + ((at // each) << 31)
@@ -95,6 +97,7 @@ def _rank(lot, total, wanted, low, high, stream):
 
 @jit
 def stratified_kernel(OUT, HOLDER, n, most, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
+    in_turn()
     low, high = halves(HOLDER, low, high, HELD)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
@@ -118,6 +121,7 @@ def stratified_among_kernel(
     HELD: tl.constexpr, HAS_WANTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """SEEN (lead n): how many valid tokens stand at or before each position."""
+    in_turn()
     low, high = halves(HOLDER, low, high, HELD)
     lead = tl.program_id(1).to(tl.int64)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import jit, narrow, precision, registers, rows, tl
+from .._jit import in_turn, jit, narrow, precision, registers, rows, tl
 from .._launch import launch
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import Arranged, add_near, arrange
@@ -32,6 +32,7 @@ def fine_bwd_q_kernel(
     """Also D_C (lead turns d): each turn's share of what the slope's foot at the centroid takes; and in the order of
     the turns BASE2, log2 of the sum of a query's weights (inf for one that sees nothing); DELTA = dy . out less d_lse
     (MASS 2: of near attention); FAR_DELTA, that less dy . scale (q - c) M."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     turn = TURNS + (lead * turns + tl.program_id(0)) * 3
     which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)
@@ -110,6 +111,7 @@ def fine_bwd_near_kernel(
     MASS: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a cluster's near keys past all of its queries."""
+    in_turn()
     which, lead = tl.program_id(0) // every, tl.program_id(1).to(tl.int64)
     begin = tl.load(FIRST + lead * (c + 2) + which)
     end = tl.load(FIRST + lead * (c + 2) + which + 1)
@@ -152,6 +154,7 @@ def fine_bwd_part_kernel(
 ):  # fmt: skip
     """One tile of a cluster's far parts past all of its queries. Of the tangent all that coarse's backward wants of
     these rows (see Rows): gradients in the keys' dtype, with what the slope adds to them. ACROSS: see pulls."""
+    in_turn()
     which, lead = tl.program_id(0) // every, tl.program_id(1).to(tl.int64)
     begin = tl.load(FIRST + lead * (c + 2) + which)
     end = tl.load(FIRST + lead * (c + 2) + which + 1)
@@ -219,6 +222,7 @@ def fine_bwd_mixed_kernel(
     DETACH: tl.constexpr, HAS_D_LSE: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """MASS 2: one far part, mixed in by its share; all queries of a cluster."""
+    in_turn()
     which, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin = tl.load(FIRST + lead * (c + 2) + which)
     end = tl.load(FIRST + lead * (c + 2) + which + 1)
@@ -249,6 +253,7 @@ def d_slope_kernel(
     BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """PART (lead splits d e): sum over queries of (q - c)^T scale w_far dy."""
+    in_turn()
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lead // heads, lead % heads
     dims, values = tl.arange(0, BD), tl.arange(0, BE)

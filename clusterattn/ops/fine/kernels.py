@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, jit, power, precision, registers, rows, tl, widths
+from .._jit import THIN, in_turn, jit, power, precision, registers, rows, tl, widths
 from .._launch import cdiv, launch
 from ..coarse import kernels as coarse
 from ..coarse.arrange import Arranged, in_order, rows_of
@@ -114,6 +114,7 @@ def fine_fwd_kernel(
 ):  # fmt: skip
     """A turn's queries, tile by tile. HELD: what their cluster sees is one tile, and stays. BT: slots of near keys, a
     constant so that the compiler knows which columns are near."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     turn = TURNS + (lead * turns + tl.program_id(0)) * 3
     which, begin, end = tl.load(turn), tl.load(turn + 1), tl.load(turn + 2)

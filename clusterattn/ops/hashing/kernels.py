@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch, workspace
 
 LEAST_BITS = 18
@@ -59,6 +59,7 @@ def project_kernel(
 ):  # fmt: skip
     """All r projections of queries and keys, and with LIFTED their squared norms and the largest that each program of a
     head has seen: MOST (lead programs)."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     if tl.program_id(2) == 0:
         _project(
@@ -93,6 +94,7 @@ def lift_kernel(
     R: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Scores for each query head: those of its own queries and its group's keys, moved along by the lift."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     keys = (lead // heads) * (heads // group) + (lead % heads) // group
     if tl.program_id(2) == 0:
@@ -111,6 +113,7 @@ def polytope_kernel(
 
     Column and sign ride in the lowest bits of the product's magnitude: one integer maximum finds value and place.
     """
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     at, dims, column = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BC)
     x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn)
@@ -165,6 +168,7 @@ def pack_kernel(
 ):  # fmt: skip
     """The sort key of each number: its segment, then the number itself (BITS of a float, or an integer below step - 1);
     the padded ones last. The rows of OTHER follow those of BY."""
+    in_turn()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     if tl.program_id(2) == 0:
         _pack(BY, VALID, OUT, row, 0, 0, n, rows_each, step, BITS, HAS_VALID, BLOCK)
@@ -210,6 +214,7 @@ def seat_kernel(
     """The tables (row g width) of the tokens in the order INDEX (row n). BALANCED: as many buckets as the side that
     needs more, filled evenly, the rows of keys (row m) after those of queries; otherwise both are the same rows in
     chunks of ``size``, each with those before it as far as ``width`` reaches."""
+    in_turn()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     first = rows * n
     if not BALANCED:
@@ -229,6 +234,7 @@ def seat_kernel(
 @jit
 def unit_kernel(X, DY, OUT, n, d, heads, sxb, sxh, sxn, BACKWARD: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
     """Rows of length 1; BACKWARD: the gradient of x from that of the unit rows."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     at, dims = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
     x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn).to(tl.float32)

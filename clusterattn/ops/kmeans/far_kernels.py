@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import INTERPRETING, jit, power, tl
+from .._jit import INTERPRETING, in_turn, jit, power, tl
 from .._launch import Buffer, cdiv, launch, workspace
 from .reference import growth
 from .train_kernels import meet, together
@@ -27,6 +27,7 @@ def far_kernel(
     The squared distance of i and j is norm(i) + norm(j) - 2 w(i) . x(j); what start_kernel left holds all three. BEST
     (3 lead c): what each cell offers, for this phase, the next, and being wiped for the one after.
     """
+    in_turn()
     mine, lead, leads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     dims, cells = tl.arange(0, BD), tl.arange(0, BJ)
     stop = min(p, (mine + 1) * stretch)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, rows, tl
+from .._jit import in_turn, jit, power, rows, tl
 from .._launch import Buffer, cdiv, launch, workspace
 from ..members import kernels as member_kernels
 from . import dtype_of_codes, padded
@@ -30,6 +30,7 @@ def codes_kernel(
     HAS_THRESHOLDS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Signs of the products with the planes (d w); zeros from w to width."""
+    in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims, bit = tl.arange(0, BD), tl.arange(0, BW)
     x = tl.load(
@@ -83,6 +84,7 @@ def add_up_kernel(
     SUMS, COUNTS, OUT, TOTAL, c, d, splits, MEAN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr
 ):
     """Sums of the members, or their means, and how many they are."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     which, dims = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BD)
     total, count = _added(SUMS, COUNTS, lead, which, dims, c, d, splits, BC, BS, BD)
@@ -105,6 +107,7 @@ def start_kernel(
     """The points at AT become the centroids, relative to the mean of a few, with their side of the product.
 
     What training counts with begins at zero: BARRIER (lead), and with FAR what cells offer, BEST (3 lead picks)."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide = dims < d

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, precision, rows, tl
+from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch, workspace
 
 
@@ -19,6 +19,7 @@ def moments_kernel(
     costs no digits.
 
     HAS_AT: over the keys at positions AT (lead m), -1 being none."""
+    in_turn()
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims, columns = tl.arange(0, BD), tl.program_id(2) * BC + tl.arange(0, BC)
     base = K + (lead // heads) * skb + (lead % heads) * skh
@@ -61,6 +62,7 @@ def moments_kernel(
 @jit
 def covariance_kernel(SECOND, FIRST, OUT, d, splits, BR: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """E[k kT] - E[k] E[k]T from the splits' sums, a few rows of the matrix at a time."""
+    in_turn()
     lead, part, dims = tl.program_id(1).to(tl.int64), tl.arange(0, BS), tl.arange(0, BD)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     inside = (row < d)[:, None] & (dims < d)[None, :]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import INTERPRETING, jit, power, precision, rows, tl
+from .._jit import INTERPRETING, in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .train_kernels import together
 
@@ -55,6 +55,7 @@ def nearest_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Centroids block by block. NUMBERED: scores carry their columns; otherwise ties go to the lowest."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     dims = tl.arange(0, BD)
@@ -90,6 +91,7 @@ def nearest_whole_kernel(
     BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Up to BC centroids, which stay in shared memory while a stretch of rows passes."""
+    in_turn()
     lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide, which = dims < d, tl.minimum(tl.arange(0, BC), c - 1)  # the last one again, where there are fewer

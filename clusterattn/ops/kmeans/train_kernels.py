@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import INTERPRETING, jit, power, precision, tl
+from .._jit import INTERPRETING, in_turn, jit, power, precision, tl
 from .._launch import Buffer, cdiv, launch, workspace
 
 STRIP = 16  # centroids that a program moves at once
@@ -114,6 +114,7 @@ def round_kernel(
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first phase of one round alone: SUMS (lead programs c d), COUNTS (lead programs c)."""
+    in_turn()
     mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
@@ -150,7 +151,8 @@ def train_kernel(
     BN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Phases begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
+    """PhaseTiles begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
+    in_turn()
     mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
@@ -245,7 +247,7 @@ def together(programs: int, lead: int, device: torch.device, each: int = 1) -> i
     return max(1, min(programs, each * multiprocessors(device) // max(lead, 1)))
 
 
-class Phases(NamedTuple):
+class PhaseTiles(NamedTuple):
     """How a program of the one launch works."""
 
     rows: int
@@ -254,13 +256,13 @@ class Phases(NamedTuple):
     each: int  # programs to a multiprocessor, which must all run at the same time
 
 
-def _tiles(points: Tensor, clusters: int) -> Phases:
+def _tiles(points: Tensor, clusters: int) -> PhaseTiles:
     """Rows and centroids of a tile: more would not stay in registers."""
     wide, half = power(points.shape[3]), points.element_size() == 2
     block = min(power(clusters), max(16, (16384 if half else 2048) // wide))
     if fits(points, clusters):  # half as many threads hold it as well: more programs share the rows
-        return Phases(64, block, 4, 2)
-    return Phases(64 if wide <= 128 else 32, block, 8, 1)
+        return PhaseTiles(64, block, 4, 2)
+    return PhaseTiles(64 if wide <= 128 else 32, block, 8, 1)
 
 
 def train(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, rows, tl
+from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch, workspace
 
 STRETCH = 256
@@ -27,6 +27,7 @@ def _homes(LABELS, lead, at, n, c, width):
 @jit
 def count_kernel(LABELS, COUNTS, n, c, width, stretches, BN: tl.constexpr, BC: tl.constexpr):
     """COUNTS (lead stretches c+1): the rows of each cluster in each stretch."""
+    in_turn()
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     which = tl.arange(0, BC)
     count = tl.histogram(_homes(LABELS, lead, stretch * BN + tl.arange(0, BN), n, c, width), BC)
@@ -37,6 +38,7 @@ def count_kernel(LABELS, COUNTS, n, c, width, stretches, BN: tl.constexpr, BC: t
 def scan_kernel(COUNTS, TOTAL, c, stretches, BS: tl.constexpr, BC: tl.constexpr):
     """COUNTS becomes, for each stretch and cluster, how many of the cluster's rows stand in stretches before it; TOTAL
     (lead c+1) how many there are. A few clusters to a program."""
+    in_turn()
     lead, part = tl.program_id(1).to(tl.int64), tl.arange(0, BS)
     which = tl.program_id(0) * BC + tl.arange(0, BC)
     total = tl.zeros((BC,), tl.int32)
@@ -53,6 +55,7 @@ def scan_kernel(COUNTS, TOTAL, c, stretches, BS: tl.constexpr, BC: tl.constexpr)
 @jit
 def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, width, stretches, BN: tl.constexpr, BC: tl.constexpr):
     """ORDER (lead n), and FIRST (lead c+2): where each cluster begins."""
+    in_turn()
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at, which = tl.arange(0, BN), tl.arange(0, BC)
     homes = _homes(LABELS, lead, stretch * BN + at, n, c, width)
@@ -102,6 +105,7 @@ def member_sums_kernel(
     X, ORDER, FIRST, SUMS, COUNTS, n, d, c, heads, splits, sxb, sxh, sxn, BN: tl.constexpr, BD: tl.constexpr
 ):
     """SUMS (lead splits c d), COUNTS (lead splits c): a program takes every splits-th tile of a cluster's members."""
+    in_turn()
     which, split, lead = tl.program_id(0) // splits, tl.program_id(0) % splits, tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     begin, end = tl.load(FIRST + lead * (c + 2) + which), tl.load(FIRST + lead * (c + 2) + which + 1)
@@ -132,6 +136,7 @@ def tiles(n: int, clusters: int, most: int) -> tuple[int, int]:
 @jit
 def turns_kernel(FIRST, TURNS, TURN_FIRST, c, turns, BS: tl.constexpr, BC: tl.constexpr):
     """See Turns; a program for each head."""
+    in_turn()
     lead, before = tl.program_id(0).to(tl.int64), 0
     first_of, list_of = lead * (c + 2), lead * turns * 3
     for start in range(0, c + 1, BC):

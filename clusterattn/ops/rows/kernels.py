@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit, power, tl
+from .._jit import in_turn, jit, power, tl
 from .._launch import cdiv, launch
 from ..bucketed.lists import gather_sum
 from ..kmeans.kernels import member_sums
@@ -15,6 +15,7 @@ from ..members.kernels import by_label
 @jit
 def broadcast_fwd_kernel(ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr):
     """SHARED: each member gets its share of the row, one of COUNTS (lead c)."""
+    in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims = tl.arange(0, BX)
     label = tl.load(LABELS + lead * n + at, mask=at < n, other=-1)
