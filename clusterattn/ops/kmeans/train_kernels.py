@@ -151,7 +151,7 @@ def train_kernel(
     BN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PhaseTiles begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
+    """Phases begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
     in_turn()
     mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
