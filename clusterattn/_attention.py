@@ -12,7 +12,7 @@ from torch import Tensor
 from ._checks import cast, checked_call, filled, known_groups, known_parts, only_choice, with_extras
 from ._errors import bad_type, bad_value
 from ._replay import known
-from ._types import Attended, Groups, Method, Parts
+from ._types import Attended, Call, Groups, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
 
@@ -234,14 +234,27 @@ def _attention(
         wiped = wiped[0].contiguous(), wiped[1].contiguous(), wiped[2].contiguous()
     if isinstance(groups, Parts):
         call, groups = replace(call, parts=known_parts(recipe, groups, k)), None
+    given_groups = None if groups is None else known_groups(recipe, groups, q, k)
+    answered = partial(_answered, recipe, given_groups, call, return_state)
+    if q.is_cuda and not isinstance(recipe, Exact):
+        from .ops import _ahead  # what it imports comes with kernels
+
+        _ahead.before(answered, recipe, given_groups, call, *wiped)
+    answer, made = answered(*wiped)
+    return _pack(_finish(answer, v.dtype, call.mask.queries), made, return_lse, return_state)
+
+
+def _answered(
+    recipe: Method, given: Groups, call: Call, return_state: bool, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Attended, Any]:
+    """The answer, and the new state where it was made. Groups that are given serve instead of new ones."""
+    state = None
     with torch.autocast(q.device.type, enabled=False):
-        if groups is None or return_state:
-            fresh, state = recipe.group(wiped[0], wiped[1], replace(call, values=wiped[2].detach()))
-        if groups is None:
-            answer = recipe.attend(*wiped, fresh, replace(call, fresh=True))
-        else:
-            answer = recipe.attend(*wiped, known_groups(recipe, groups, q, k), call)
-    return _pack(_finish(answer, v.dtype, call.mask.queries), state, return_lse, return_state)
+        if given is None or return_state:
+            fresh, state = recipe.group(q, k, replace(call, values=v.detach()))
+        if given is None:
+            return recipe.attend(q, k, v, fresh, replace(call, fresh=True)), state
+        return recipe.attend(q, k, v, given, call), state
 
 
 def groups(

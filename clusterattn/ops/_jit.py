@@ -42,13 +42,13 @@ def jit(function: Any) -> Any:
 if INTERPRETING:
 
     @jit
-    def in_turn():
+    def in_turn() -> None:
         """One kernel after the other is how they are interpreted."""
 
 else:
 
     @jit
-    def in_turn():
+    def in_turn() -> None:
         """The first statement of every kernel: wait until the kernel before has ended and its writes are seen, then let
         the one behind get ready. So a kernel is on the chip, with its registers and shared memory, before its turn
         comes: those of a call are short, and many (see ``_planned`` in _launch.py, which asks for it)."""

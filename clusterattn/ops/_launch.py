@@ -12,15 +12,12 @@ import functools
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._jit import HAVE_TRITON, INTERPRETING, triton
-
-if TYPE_CHECKING:
-    from ._tape import Recorder
 
 ALIGNED = 16  # bytes: what Triton looks for in a pointer
 PLANS = 1 << 14  # how many are kept before all are forgotten
@@ -32,9 +29,9 @@ _hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", [None]) if HAV
 
 
 class _Recording(threading.local):
-    """Who writes down what this thread launches, see _tape.py."""
+    """Who writes down what this thread launches (see _tape.py), or compiles it (see _ahead.py)."""
 
-    tape: Recorder | None = None
+    tape: Any = None  # a Recorder, or a Rehearsal
 
 
 recording = _Recording()

@@ -26,7 +26,7 @@ from ._chunks import no_autocast
 from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
 from ._places import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Place, Where, given, result, strides_of
 
-_EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
+EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 
 
@@ -72,6 +72,8 @@ class Operator:
 
 class Recorder(TorchDispatchMode):
     """Within this context the calls of one thread are written down."""
+
+    launches = True
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,7 +162,7 @@ class Recorder(TorchDispatchMode):
         named = kwargs or {}
         if any(tag in func.tags for tag in _REFUSED) and not _by_position(func, args):
             raise CannotRecord(f"{func} does not follow from shapes")
-        if func._schema.name in _EMPTY:
+        if func._schema.name in EMPTY:
             found = func(*args, **named)
             if found.numel():
                 size = found.untyped_storage().nbytes()

@@ -169,8 +169,11 @@ def stratified(like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tens
 
 
 def _kept_where(like: Tensor, seed: Seed) -> bool:
-    """Are draws kept? In eager calls. Graphs of a GPU read memory for good, and draw for themselves."""
+    """Are draws kept? In eager calls. Graphs of a GPU read memory for good, and draw for themselves; a rehearsal
+    (ops/_ahead.py) draws nothing."""
     if not isinstance(seed, int) or torch.compiler.is_compiling() or type(like) is not Tensor:
+        return False
+    if recording.tape is not None and not recording.tape.launches:
         return False
     if like.is_cuda:
         return not torch.cuda.is_current_stream_capturing()
@@ -185,7 +188,8 @@ def _drawn(made: Op, first: int, second: int, seed: Seed, stream: int, device: t
     def draw(number: int) -> Tensor:
         return _kept(made, first, second, number, stream, device, current_stream(device))
 
-    return draw(seed) if recording.tape is None else recording.tape.drew(draw, seed)
+    drawn: Tensor = draw(seed) if recording.tape is None else recording.tape.drew(draw, seed)
+    return drawn
 
 
 @functools.lru_cache(maxsize=256)
