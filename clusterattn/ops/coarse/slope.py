@@ -2,8 +2,10 @@
 
     M = sum_l omega_l (k_l - kappa)(v_l - nu)^T - sum_cj pi_c a_cj (kbar_cj - kappa)(vbar_cj - nu)^T
 
-for any kappa and nu: a mean far key and value keep the two sums small beside their difference. Both sums are of one
-kind, keys with the weight omega and virtual keys with the weight -pi a; programs share them out.
+for any kappa and nu, also for one pair of each part: mean far keys and values keep the two sums small beside their
+difference. Where parts hold few keys each, these lie much closer to their own mean than to one of all, and what is
+rounded to half precision would drown the difference. Both sums are of one kind, keys with the weight omega and virtual
+keys with the weight -pi a; programs share them out.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 PROGRAMS = 396  # three to each multiprocessor of a large chip
+FEW = 64  # keys of a part, on average: with fewer, in half precision, each has its own kappa and nu, which takes longer
 
 
 @jit
@@ -51,23 +54,42 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
 
 
 @jit
+def _part_of(FIRST, place, parts, BP: tl.constexpr):
+    """The part of the key that stands at each place; the last one for those past the end."""
+    found, part = tl.zeros(place.shape, tl.int32), tl.arange(0, BP)
+    for low in range(0, parts, BP):
+        end = tl.load(FIRST + low + part + 1, mask=low + part < parts, other=0x7FFFFFFF)
+        found += tl.sum((end[None, :] <= place[:, None]).to(tl.int32), 1)
+    return tl.minimum(found, parts - 1)
+
+
+@jit
+def _rows_at(X, at, width, BX: tl.constexpr):
+    dims = tl.arange(0, BX)
+    return tl.load(X + at[:, None] * width + dims[None, :], mask=(dims < width)[None, :], other=0.0).to(tl.float32)
+
+
+@jit
 def slope_kernel(
-    C, K, V, KEEP, ORDER, BITS, MEAN, OUT, LSE, LEVEL, PART,
+    C, K, V, KEEP, ORDER, FIRST, BITS, MEAN, OUT, LSE, LEVEL, PART,
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, few, of_keys, splits, stretch, row_stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, BY_ORDER: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, BY_ORDER: tl.constexpr, OWN: tl.constexpr,
     BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """PART (lead blocks splits d e): the first of_keys splits go over keys, the others over virtual keys."""
+    """PART (lead blocks splits d e): the first of_keys splits go over keys, the others over virtual keys. OWN: each
+    part has its own kappa and nu."""
     in_turn()
     split, block, lead = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
+    key_lead = batch * (heads // group) + head
     dims, values, tile = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM)
     wide, long = dims < d, values < e
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
     begin, end = block * per, (block + 1) * per  # the block's clusters
-    kappa = tl.load(MEAN + (lead * parts * rows + begin) * d + dims, mask=wide, other=0.0).to(tl.float32)
-    nu = tl.load(OUT + (lead * parts * rows + begin) * e + values, mask=long, other=0.0).to(tl.float32)
+    centre = lead * parts * rows + begin  # of the first part; rows further on, that of the next
+    kappa = tl.load(MEAN + centre * d + dims, mask=wide, other=0.0).to(tl.float32)
+    nu = tl.load(OUT + centre * e + values, mask=long, other=0.0).to(tl.float32)
     limit = m
     if per == 0:
         end = rows
@@ -84,7 +106,7 @@ def slope_kernel(
         low = split * stretch
         for start in range(low, tl.minimum(low + stretch, limit), BM):
             seen = start + tile < limit
-            key = rows_of(ORDER, batch * (heads // group) + head, start + tile, m, BY_ORDER)
+            key = rows_of(ORDER, key_lead, start + tile, m, BY_ORDER)
             at = key.to(tl.int64)[:, None]
             k = tl.load(k_base + at * skm + dims[None, :], mask=seen[:, None] & wide[None, :], other=0.0)
             v = tl.load(v_base + at * svm + values[None, :], mask=seen[:, None] & long[None, :], other=0.0)
@@ -94,8 +116,12 @@ def slope_kernel(
             if HAS_NEAR:
                 w = tl.where(near_down(BITS, lead, row, rows, words, start, tile), 0.0, w)
             weight = tl.where(seen, tl.sum(w, 1), 0.0)[:, None]
-            x = ((k.to(tl.float32) - kappa[None, :]) * weight).to(k.dtype)
-            y = tl.where(seen[:, None], v.to(tl.float32) - nu[None, :], 0.0).to(v.dtype)
+            of_k, of_v = kappa[None, :], nu[None, :]
+            if OWN:
+                own = centre + _part_of(FIRST + key_lead * (parts + 2), start + tile, parts, 32) * rows
+                of_k, of_v = _rows_at(MEAN, own, d, BD), _rows_at(OUT, own, e, BE)
+            x = ((k.to(tl.float32) - of_k) * weight).to(k.dtype)
+            y = tl.where(seen[:, None], v.to(tl.float32) - of_v, 0.0).to(v.dtype)
             total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
     else:
         size = end - begin
@@ -110,8 +136,12 @@ def slope_kernel(
             weight = tl.where(there, tl.exp2(lse * 1.4426950408889634 - level), 0.0)[:, None]
             x = tl.load(MEAN + at[:, None] * d + dims[None, :], mask=there[:, None] & wide[None, :], other=0.0)
             y = tl.load(OUT + at[:, None] * e + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
-            x, y = x.to(tl.float32), y.to(tl.float32)
-            x, y = tl.where(weight > 0, (x - kappa[None, :]) * weight, 0.0), tl.where(weight > 0, y - nu[None, :], 0.0)
+            of_k, of_v = kappa[None, :], nu[None, :]
+            if OWN:
+                own = centre + tl.minimum(place // size, parts - 1) * rows
+                of_k, of_v = _rows_at(MEAN, own, d, BD), _rows_at(OUT, own, e, BE)
+            x, y = x.to(tl.float32) - of_k, y.to(tl.float32) - of_v
+            x, y = tl.where(weight > 0, x * weight, 0.0), tl.where(weight > 0, y, 0.0)
             total -= tl.dot(tl.trans(x.to(K.dtype.element_ty)), y.to(V.dtype.element_ty), input_precision=PRECISION)
     to = ((lead * tl.num_programs(1) + block) * splits + split) * d
     tl.store(PART + (to + dims[:, None]) * e + values[None, :], total, mask=wide[:, None] & long[None, :])
@@ -200,14 +230,18 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         -(-size // (count * tile["BM"])) * tile["BM"] for size, count in ((m, of_keys), (virtual, of_rows))
     )
     part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
+    ahead = (tile["BD"] + tile["BE"]) * k.element_size() <= 1024  # is there room for keys to come?
     launch(
         slope_kernel, (of_keys + of_rows, blocks, lead),
-        (c, k, v, keys.keep_or(c), keys.order_or(c), found.bits, found.mean_key, found.out, found.lse, level, part),
+        (c, k, v, keys.keep_or(c), keys.order_or(c), keys.first_or(c), found.bits, found.mean_key, found.out, found.lse,
+        level, part),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
         SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=keys.by_order,
+        OWN=keys.first is not None and k.element_size() == 2 and m < FEW * parts,
         BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
-        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=3, **registers(k, v), **tile,
+        num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=3 if ahead else 1,
+        **registers(k, v), **tile,
     )  # fmt: skip
     return replace(found, slope=added(part.flatten(0, 1), k.dtype).view(lead, blocks, d, e))
