@@ -1,27 +1,11 @@
-"""Rows as a GPU would have said them, for tests of tables, pictures and verdicts; and the benchmarks as modules."""
+"""Rows as a GPU would have said them, for tests of tables, pictures and verdicts."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from clusterattn._rows import Row
 from clusterattn.measure.bench import PASSES
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str) -> ModuleType:
-    where = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert where is not None
-    assert where.loader is not None
-    module = importlib.util.module_from_spec(where)
-    sys.modules[where.name] = module  # dataclasses look their module up
-    where.loader.exec_module(module)
-    return module
 
 
 def a_row(method: str, n: int, which: str, seconds: float, **more: Any) -> Row:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from bench_rows import ROOT, script
+from pages import script
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -17,9 +16,8 @@ import clusterattn as ca
 from clusterattn.measure import read
 
 pytest.importorskip("safetensors")
-sys.path.insert(0, str(ROOT / "benchmarks"))
 bench = script("tabpfn_v1")
-import tabpfn_model as tabpfn  # noqa: E402 (it lies beside the benchmark)
+tabpfn = script("tabpfn_model")
 
 WIDTH, LAYERS, TRAIN, TEST = 32, 2, 40, 12
 
