@@ -8,8 +8,9 @@
 A method alone serves all attention; TRAIN/TEST gives the train rows (quadratic in their number) one method and the test
 rows, which attend to the train rows, another. Each row tells KL(exact || method) of the class probabilities and the
 accuracy over all test rows, both against the model with PyTorch's SDPA in the same dtype, the time of the whole forward
-(the runs take turns with exact's; the median counts) and the share of exact attention's multiply-adds. Past 60 000 rows
-the table repeats with noise: time alone is told.
+(the runs take turns with exact's; the median counts) and the share of exact attention's multiply-adds. With --seeds
+quality is the mean over so many draws of a method (two of 10 000 test rows are all that some of them lie apart), times
+are those of the first. Past 60 000 rows the table repeats with noise: time alone is told.
 
 MNIST: 100 principal components, standardised on the train rows and clipped at 4; the first so many train rows.
 """
@@ -21,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,29 +87,38 @@ def run(args: argparse.Namespace) -> None:
     around = environment(args.device)
     around["commit"] = args.commit or around["commit"]
     common = {"dtype": args.dtype, "device": args.device, "weights": stored, "seed": args.seed, "environment": around}
+    seeds = range(args.seed, args.seed + args.seeds)
     for count in args.rows:
         rows = table(data, count, args.test_rows).to(args.device, DTYPES[args.dtype])
-        for row in measure(model, rows, settings, args.repetitions, args.seconds, args.device, args.seed):
+        for row in measure(model, rows, settings, args.repetitions, args.seconds, args.device, seeds):
             append(path, {**row, **common})
             print(line(row), flush=True)
     print(path)
 
 
 def measure(
-    model: TabPFN, rows: Table, settings: Sequence[Setting], repetitions: int, seconds: float, device: str, seed: int
-) -> Iterator[Row]:
+    model: TabPFN, rows: Table, settings: Sequence[Setting], repetitions: int, seconds: float, device: str,
+    seeds: Sequence[int],
+) -> Iterator[Row]:  # fmt: skip
     """Exact attention first, then every setting. All of them take turns, so rows come when the last turn is over."""
-    runs = {
-        str(setting): lambda setting=setting: model(rows, lambda *call: setting.attend(*call, seed=seed))
-        for setting in (EXACT, *settings)
-    }
-    steps = len(runs) * (1 + repetitions)
+
+    def forward(setting: Setting, seed: int) -> Tensor:
+        found: Tensor = model(rows, lambda *call: setting.attend(*call, seed=seed))
+        return found
+
+    runs = {str(setting): partial(forward, setting, seeds[0]) for setting in (EXACT, *settings)}
+    drawn = seeds[:1] if rows.repeated else seeds
+    steps = 1 + len(settings) * len(drawn) + len(runs) * repetitions
     n, d = len(rows.x_train), model.weights["encoder.bias"].shape[0] // model.heads
     with tqdm(total=steps, desc=f"{n} rows", unit="forward", mininterval=2) as bar:
-        logits = {}
-        for label, forward in runs.items():  # this also warms up
-            logits[label] = forward().float()
-            bar.update()
+        exact_logits = forward(EXACT, seeds[0]).float()  # this also warms up
+        bar.update()
+        found = {str(EXACT): [quality(exact_logits, exact_logits, rows.truth)]}
+        for setting in settings:
+            found[str(setting)] = []
+            for seed in drawn:
+                found[str(setting)].append(quality(forward(setting, seed).float(), exact_logits, rows.truth))
+                bar.update()
         taken = interleaved(
             runs, repetitions=repetitions, warmup=0, device=device, seconds=seconds, progress=lambda: bar.update()
         )
@@ -122,7 +133,7 @@ def measure(
             "method": label,
             "train_method": setting.train.at(n, n, d, d).to_dict(),  # with the sizes that it chose
             "test_method": setting.test.at(len(rows.x_test), n, d, d).to_dict(),
-            **(quality(logits[label], logits["exact"], rows.truth) if not rows.repeated else {}),
+            **({} if rows.repeated else means(found[label])),
             "seconds": median,
             "exact_seconds": exact,
             "speedup": exact / median if exact and median else None,
@@ -141,6 +152,12 @@ def quality(logits: Tensor, exact: Tensor, truth: Tensor) -> dict[str, float]:
         "exact_accuracy": float((exact.argmax(-1) == truth).float().mean()),
         "agreement": float((logits.argmax(-1) == exact.argmax(-1)).float().mean()),
     }
+
+
+def means(found: Sequence[dict[str, float]]) -> Row:
+    """Over the seeds; where there are several, what each of them came to stands beside."""
+    mean = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
+    return {**mean, "seeds": len(found), "by_seed": [*found]} if len(found) > 1 else mean
 
 
 def line(row: Row) -> str:
@@ -181,6 +198,7 @@ def main() -> None:
     second.add_argument("--seconds", type=float, help="no new round of turns after so long")
     second.add_argument("--threads", type=int)
     second.add_argument("--seed", type=int, default=0)
+    second.add_argument("--seeds", type=int, default=1, help="draws of each method, from --seed on: means over them")
     second.add_argument("--commit", help="what the rows say where git can not tell")
     for part in (second, third):
         part.add_argument("--out", type=Path, help="the file of rows, instead of results/")

@@ -124,6 +124,7 @@ def test_the_run_writes_rows_that_can_be_shown(tmp_path: Path, capsys: pytest.Ca
         device="cpu",
         threads=None,
         seed=0,
+        seeds=2,
         commit="abc",
         rows=[TRAIN, 2 * TRAIN],
         test_rows=TEST,
@@ -141,6 +142,11 @@ def test_the_run_writes_rows_that_can_be_shown(tmp_path: Path, capsys: pytest.Ca
     assert exact["cost_share"] == exact["train_cost_share"] == 1
     assert both["kl"] > 0
     assert half["kl"] > 0
+    assert both["seeds"] == 2
+    first, second = both["by_seed"]
+    assert both["kl"] == pytest.approx((first["kl"] + second["kl"]) / 2)
+    assert first["kl"] != second["kl"]
+    assert "seeds" not in exact
     assert half["train_cost_share"] == both["train_cost_share"] < 1
     tested = TEST / (TRAIN + TEST)  # of exact attention's work
     assert half["cost_share"] == pytest.approx(half["train_cost_share"] * (1 - tested) + tested)
