@@ -65,7 +65,7 @@ def is_former(row: Row) -> bool:
 
 def share_now(row: Row) -> float | None:
     """The share of exact attention's multiply-adds that the code counts today for a row; None where it can't tell."""
-    if row["theme"] == "tabpfn" and row["method"].startswith("refined"):  # as it comes, over the train rows
+    if row["theme"] == "tabpfn" and row["method"] in ("refined", "refined/exact", "auto"):  # as it comes, train rows
         at = cost.Shape(row["rows"], row["rows"], TABPFN_DIM, TABPFN_DIM)
         return cost.share(ca.Refined(), at)
     if row.get("cost_share") is None or "settings" not in row:

@@ -50,4 +50,5 @@ class Local(Method):
         return answer
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
-        return n * min(self.window, m) * (d + e)
+        """A block of ``window`` queries sits with all the keys that its first and its last one see."""
+        return n * min(2 * self.window - 1, m) * (d + e)

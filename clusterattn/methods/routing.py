@@ -150,5 +150,5 @@ class Routing(Method):
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c, w = self.clusters or -(-n // self.window), min(self.window, m)
-        grouping = (FIRST_STEPS + 1) * (n + m) * c * d
+        grouping = (FIRST_STEPS + 1) * (n + m) * c * d + n * c * d  # once more: where queries go that no window took
         return grouping + (c * min(self.window, n) + n) * w * (d + e)

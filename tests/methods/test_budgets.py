@@ -9,6 +9,7 @@ import laws
 import pytest
 import torch
 from laws import Case, draw, over
+from torch.utils.flop_counter import FlopCounterMode
 
 import clusterattn as ca
 from clusterattn.measure import cost
@@ -316,6 +317,24 @@ def test_causal_calls_cost_what_they_multiply(
     x.attend(method, causal=True)
     wanted = method.cost(n, m, d, e, causal=True, group=2)
     assert 0.9 * wanted <= count.total / h <= 1.35 * wanted
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("method", "empty"),
+    [(ca.Local(window=16), 0.0), (ca.Smyrf(rounds=2, q_seats=16, k_seats=16), 0.0), (ca.Reformer(chunk=16), 0.0),
+     (ca.ClusterFormer(clusters=4), 0.0), (ca.Routing(window=32), 0.3)],
+    ids=lambda given: getattr(given, "name", ""),
+)  # fmt: skip
+def test_buckets_cost_what_they_multiply(method: Any, empty: float, causal: bool) -> None:
+    """empty: seats on top, in Routing's tiles of queries that no window took."""
+    n, d, e, h = 256, 16, 24, 2
+    x = draw(b=1, h=h, n=n, m=n, d=d, e=e, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        x.attend(method, causal=causal)
+    made, told = counter.get_total_flops() / 2 / h, method.cost(n, n, d, e, causal=causal)
+    assert 0.95 * made <= (1 + empty) * told
+    assert told <= 1.05 * made
 
 
 def test_exact_attention_costs_what_a_causal_mask_leaves() -> None:
