@@ -82,8 +82,8 @@ CASES += [(spec, shape, False) for spec in NOT_CAUSAL for shape in (SELF, CROSS)
 CASES += [("refined:clusters=20,top=33,block=32", SELF, causal) for causal in (False, True)]  # several tiles of each
 CASES += [("refined:clusters=4,top=70,parts=20,slope=true,steps=2", SELF, False)]
 CASES += [("refined:clusters=66,top=0,parts=2,slope=true,steps=1", SELF, False)]  # more clusters than make the slope
-CALLS = [(*case, dtype) for case in CASES for dtype in (torch.float32, HALF)]
 CASES += [("refined:clusters=4,top=3,parts=2,slope=true,steps=2", (1, 1, 1, 40, 140, 16, 16), False)]  # full parts
+CALLS = [(*case, dtype) for case in CASES for dtype in (torch.float32, HALF)]
 if INTERPRETING:  # slow: every two of shape, causal and dtype meet in one call, all three on a GPU alone
     CALLS = [x for x in CALLS if ((x[1] is CROSS) + x[2] + (x[3] is HALF)) % 2 == 0]
 
@@ -102,22 +102,25 @@ def test_as_good_as_the_reference(spec: str, shape: tuple[int, ...], causal: boo
         assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
 
 
-def test_parts_of_few_keys_that_lie_far_apart_keep_their_slope_in_half_precision() -> None:
+@pytest.mark.parametrize("top", [0, 32])
+def test_parts_of_few_keys_that_lie_far_apart_keep_their_slope_in_half_precision(top: int) -> None:
+    """top: some parts then lie wholly among the near keys of a cluster."""
     draw = torch.Generator().manual_seed(1)
     m, parts, d = 120, 30, 64
     homes = 3 * torch.randn(parts, 2, d, generator=draw)
     k, v = (homes.repeat(m // parts, 1, 1) + 0.02 * torch.randn(m, 2, d, generator=draw)).transpose(0, 1)
-    q = 4 * torch.randn(7, d, generator=draw)
+    q, d_out = 4 * torch.randn(7, d, generator=draw), torch.randn(7, d, generator=draw).to(DEVICE)
     x = [t[None, None].to(DEVICE, torch.float16) for t in (q, k, v)]
-    method = f"refined:clusters=1,top=0,parts={parts},slope=true,steps=1"
+    method = f"refined:clusters=1,top={top},parts={parts},slope=true,steps=1"
     groups = ca.groups(*x, method=method, backend="reference")
-    runs = {"kernel": (torch.float16, "triton"), "plain": (torch.float16, "reference"), "exact": (torch.float64, None)}
-    kernel, plain, exact = (
-        ca.attention(*(t.to(dtype) for t in x), method=method, groups=groups, backend=backend or "reference")
-        for dtype, backend in runs.values()
-    )
-    least = 8 * torch.finfo(torch.float16).eps * float(exact.abs().max())
-    assert largest_error(kernel, exact) <= max(2 * largest_error(plain, exact), least)
+    found = []
+    for dtype, backend in ((torch.float16, "triton"), (torch.float16, "reference"), (torch.float64, "reference")):
+        leaves = [t.to(dtype).requires_grad_() for t in x]
+        out = ca.attention(*leaves, method=method, groups=groups, backend=backend)
+        found.append([out, *torch.autograd.grad(out, leaves, d_out[None, None].to(dtype))])
+    for factor, kernel, plain, exact in zip((2, 3, 3, 3), *found, strict=True):
+        least = 8 * torch.finfo(torch.float16).eps * float(exact.detach().abs().max())
+        assert largest_error(kernel, exact) <= max(factor * largest_error(plain, exact), least)
 
 
 def test_a_slope_too_wide_to_hold_is_walked_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from .arrange import Arranged
 from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
 from .near import _limit, outside
 from .reference import Reach
+from .slope import middle
 from .slope_backward import Pulls, Rows, strip
 
 
@@ -131,18 +132,18 @@ def _bits(low, high, tile):
 
 @jit
 def _slope_share(
-    k, v, K, V, D_SLOPE, omega, at, here, d, e, skm, svm, BV: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, v, K, V, FOOT_K, FOOT_V, D_SLOPE, omega, at, here, d, e, skm, svm, BV: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the slope asks of keys and values by their weights in it; BV: see strip."""
+    """What the slope asks of keys and values by their weights in it, which come last: they are small, and would leave
+    half precision few digits. BV: see strip."""
     dims, values = tl.arange(0, BD), tl.arange(0, BE)
     wide, long = dims < d, values < e
     if BV == 0:
-        kappa = tl.load(K + dims, mask=wide, other=0.0).to(tl.float32)
-        nu = tl.load(V + values, mask=long, other=0.0).to(tl.float32)
+        kappa = tl.load(FOOT_K + dims, mask=wide, other=0.0).to(tl.float32)
+        nu = tl.load(FOOT_V + values, mask=long, other=0.0).to(tl.float32)
         slope = tl.load(D_SLOPE + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
-        x = ((k.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
-        y = ((v.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+        x, y = (k.to(tl.float32) - kappa[None, :]).to(k.dtype), (v.to(tl.float32) - nu[None, :]).to(v.dtype)
         dk = tl.dot(y, tl.trans(slope), input_precision=PRECISION)
         dv = tl.dot(x, slope, input_precision=PRECISION)
     else:
@@ -151,35 +152,37 @@ def _slope_share(
         for column in range(0, e, BV):
             inside = column + strip < e
             y = tl.load(V + at * svm + column + strip[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-            nu = tl.load(V + column + strip, mask=inside, other=0.0).to(tl.float32)
+            nu = tl.load(FOOT_V + column + strip, mask=inside, other=0.0).to(tl.float32)
             slope = tl.load(
                 D_SLOPE + dims[:, None] * e + column + strip[None, :], mask=wide[:, None] & inside[None, :], other=0.0
             )
-            y = ((y.to(tl.float32) - nu[None, :]) * omega[:, None]).to(v.dtype)
+            y = (y.to(tl.float32) - nu[None, :]).to(v.dtype)
             dk += tl.dot(y, tl.trans(slope), input_precision=PRECISION)
         for line in range(0, d, BV):
             inside = line + strip < d
             x = tl.load(K + at * skm + line + strip[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-            kappa = tl.load(K + line + strip, mask=inside, other=0.0).to(tl.float32)
+            kappa = tl.load(FOOT_K + line + strip, mask=inside, other=0.0).to(tl.float32)
             slope = tl.load(
                 D_SLOPE + (line + strip[:, None]) * e + values[None, :], mask=inside[:, None] & long[None, :], other=0.0
             )
-            x = ((x.to(tl.float32) - kappa[None, :]) * omega[:, None]).to(k.dtype)
+            x = (x.to(tl.float32) - kappa[None, :]).to(k.dtype)
             dv += tl.dot(x, slope, input_precision=PRECISION)
-    return dk, dv
+    return dk * omega[:, None], dv * omega[:, None]
 
 
 @jit
 def coarse_bwd_kv_kernel(
-    C, K, V, KEEP, BITS, ORDER, FIRST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, OMEGA, D_SLOPE, DK, DV,
+    C, K, V, KEEP, BITS, ORDER, FIRST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, OMEGA, D_SLOPE, MEAN, OUT,
+    DK, DV,
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
-    SLOPE: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPE: tl.constexpr, OWN: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BP: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of the keys of one part; their gradients go to where they came from. SLOPE (one block): with what the
-    gradient of the slope asks of them; BV: see strip. EVEN: tiles of centroids, their keys and values are full."""
+    gradient of the slope asks of them; OWN, BV: see pull_kernel. EVEN: tiles of centroids, their keys and values are
+    full."""
     in_turn()
     place = tl.program_id(1).to(tl.int64)
     kv_heads = heads // group
@@ -212,9 +215,15 @@ def coarse_bwd_kv_kernel(
         if SLOPE:
             pull = tl.load(PULL + lead * words * 32 + key, mask=key < words * 32, other=0.0)
             omega = tl.load(OMEGA + lead * words * 32 + key, mask=key < words * 32, other=0.0)
+            if OWN:
+                near_it = middle(FIRST + place * (parts + 2), part, m).to(tl.int64)
+                foot_k, foot_v = k_base + near_it * skm, v_base + near_it * svm
+            else:
+                foot_k, foot_v = MEAN + lead * parts * rows * d, OUT + lead * parts * rows * e
             of_k, of_v = _slope_share(
-                k, v, k_base, v_base, D_SLOPE + lead * d * e, omega, at, here, d, e, skm, svm, BV, BD, BE, PRECISION
-            )
+                k, v, k_base, v_base, foot_k, foot_v, D_SLOPE + lead * d * e, omega, at, here, d, e, skm, svm,
+                BV, BD, BE, PRECISION,
+            )  # fmt: skip
             dk += of_k
             dv += of_v
         for of in range(0, seeing, BC):
@@ -406,8 +415,10 @@ def backward(
     key_tiles = cdiv(m, tile["BM"]) + (2 * (parts + 1) if keys.first is not None else 0)
     launch(
         coarse_bwd_kv_kernel, (key_tiles, b * hk),
-        (*bits, c if keys.order is None else keys.order, keys.first_or(c), *rows, *of_keys, dk, dv),
-        (*sizes, *strides), BP=power(parts + 1, least=1), BV=strip(tile["BD"], tile["BE"], k.element_size()),
+        (*bits, c if keys.order is None else keys.order, keys.first_or(c), *rows, *of_keys, found.mean_key,
+        found.out, dk, dv),
+        (*sizes, *strides), OWN=pulls is not None and pulls.own, BP=power(parts + 1, least=1),
+        BV=strip(tile["BD"], tile["BE"], k.element_size()),
         EVEN=wide and clusters % tile["BC"] == 0, **flags | tile | {"num_stages": 3 if narrow(k, v) else 1},
         num_warps=4,
     )  # fmt: skip

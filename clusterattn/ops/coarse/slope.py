@@ -2,10 +2,10 @@
 
     M = sum_l omega_l (k_l - kappa)(v_l - nu)^T - sum_cj pi_c a_cj (kbar_cj - kappa)(vbar_cj - nu)^T
 
-for any kappa and nu, also for one pair of each part: mean far keys and values keep the two sums small beside their
-difference. Where parts hold few keys each, these lie much closer to their own mean than to one of all, and what is
-rounded to half precision would drown the difference. Both sums are of one kind, keys with the weight omega and virtual
-keys with the weight -pi a; programs share them out.
+for any kappa and nu, also for one pair of each part: a mean far key and value keep the two sums small beside their
+difference. Where parts hold few keys each, these lie much closer to one of their own than to a mean of all, and what is
+rounded to half precision would drown the difference: a key from the middle of each part stands for it then. Both sums
+are of one kind, keys with the weight omega and virtual keys with the weight -pi a; programs share them out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 PROGRAMS = 396  # three to each multiprocessor of a large chip
 FEW = 64  # keys of a part, on average: with fewer, in half precision, each has its own kappa and nu, which takes longer
+
+
+def own(keys: Arranged, parts: int) -> bool:
+    """Has each part its own kappa and nu?"""
+    return keys.first is not None and keys.k.element_size() == 2 and keys.k.shape[2] < FEW * parts
 
 
 @jit
@@ -54,7 +59,7 @@ def level_kernel(LSE, PI, LEVEL, rows, parts, BP: tl.constexpr, BC: tl.constexpr
 
 
 @jit
-def _part_of(FIRST, place, parts, BP: tl.constexpr):
+def part_of(FIRST, place, parts, BP: tl.constexpr):
     """The part of the key that stands at each place; the last one for those past the end."""
     found, part = tl.zeros(place.shape, tl.int32), tl.arange(0, BP)
     for low in range(0, parts, BP):
@@ -64,9 +69,16 @@ def _part_of(FIRST, place, parts, BP: tl.constexpr):
 
 
 @jit
-def _rows_at(X, at, width, BX: tl.constexpr):
-    dims = tl.arange(0, BX)
-    return tl.load(X + at[:, None] * width + dims[None, :], mask=(dims < width)[None, :], other=0.0).to(tl.float32)
+def middle(FIRST, part, m):
+    """Where in the order of the parts a key stands that lies in the middle of a part; any key where it has none."""
+    return tl.minimum((tl.load(FIRST + part) + tl.load(FIRST + part + 1)) // 2, m - 1)
+
+
+@jit
+def rows_at(X, at, stride, columns, width):
+    """Rows of keys or values, in fp32."""
+    at = at.to(tl.int64)[:, None] * stride
+    return tl.load(X + at + columns[None, :], mask=(columns < width)[None, :], other=0.0).to(tl.float32)
 
 
 @jit
@@ -83,11 +95,12 @@ def slope_kernel(
     split, block, lead = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     key_lead = batch * (heads // group) + head
+    first_of = FIRST + key_lead * (parts + 2)
     dims, values, tile = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM)
     wide, long = dims < d, values < e
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
     begin, end = block * per, (block + 1) * per  # the block's clusters
-    centre = lead * parts * rows + begin  # of the first part; rows further on, that of the next
+    centre = lead * parts * rows + begin  # of the first part
     kappa = tl.load(MEAN + centre * d + dims, mask=wide, other=0.0).to(tl.float32)
     nu = tl.load(OUT + centre * e + values, mask=long, other=0.0).to(tl.float32)
     limit = m
@@ -118,8 +131,9 @@ def slope_kernel(
             weight = tl.where(seen, tl.sum(w, 1), 0.0)[:, None]
             of_k, of_v = kappa[None, :], nu[None, :]
             if OWN:
-                own = centre + _part_of(FIRST + key_lead * (parts + 2), start + tile, parts, 32) * rows
-                of_k, of_v = _rows_at(MEAN, own, d, BD), _rows_at(OUT, own, e, BE)
+                near_it = middle(first_of, part_of(first_of, start + tile, parts, 32), m)
+                near_it = rows_of(ORDER, key_lead, near_it, m, BY_ORDER)
+                of_k, of_v = rows_at(k_base, near_it, skm, dims, d), rows_at(v_base, near_it, svm, values, e)
             x = ((k.to(tl.float32) - of_k) * weight).to(k.dtype)
             y = tl.where(seen[:, None], v.to(tl.float32) - of_v, 0.0).to(v.dtype)
             total += tl.dot(tl.trans(x), y, input_precision=PRECISION)
@@ -138,8 +152,9 @@ def slope_kernel(
             y = tl.load(OUT + at[:, None] * e + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
             of_k, of_v = kappa[None, :], nu[None, :]
             if OWN:
-                own = centre + tl.minimum(place // size, parts - 1) * rows
-                of_k, of_v = _rows_at(MEAN, own, d, BD), _rows_at(OUT, own, e, BE)
+                near_it = middle(first_of, tl.minimum(place // size, parts - 1), m)
+                near_it = rows_of(ORDER, key_lead, near_it, m, BY_ORDER)
+                of_k, of_v = rows_at(k_base, near_it, skm, dims, d), rows_at(v_base, near_it, svm, values, e)
             x, y = x.to(tl.float32) - of_k, y.to(tl.float32) - of_v
             x, y = tl.where(weight > 0, x * weight, 0.0), tl.where(weight > 0, y, 0.0)
             total -= tl.dot(tl.trans(x.to(K.dtype.element_ty)), y.to(V.dtype.element_ty), input_precision=PRECISION)
@@ -239,7 +254,7 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
         SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=keys.by_order,
-        OWN=keys.first is not None and k.element_size() == 2 and m < FEW * parts,
+        OWN=own(keys, parts),
         BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=3 if ahead else 1,
         **registers(k, v), **tile,

@@ -1,4 +1,5 @@
-"""What the gradient D of the slope asks of keys, weights and means. With x = k - kappa, y = v - nu (see slope.py):
+"""What the gradient D of the slope asks of keys, weights and means. With x = k - kappa, y = v - nu (see slope.py; of a
+part, kappa and nu are the same wherever they are taken off):
 
 of a key      x^T D y, and through omega its weights
 of a row      its mean under the weights of the part, which moves the parts' shares
@@ -18,7 +19,7 @@ from .arrange import Arranged
 from .kernels import LOG2E, Far
 from .near import near_down
 from .reference import Reach
-from .slope import _sizes
+from .slope import _sizes, middle, own, part_of, rows_at
 
 WHOLE_SLOPE = 1 << 15  # bytes of the slope's gradient that are held at once
 
@@ -29,26 +30,38 @@ def strip(d: int, e: int, size: int) -> int:
 
 
 @jit
+def feet(K, MEAN, near_it, stride, columns, width, OWN: tl.constexpr):
+    """What is taken off: the rows of keys near each, or one mean key for all."""
+    if OWN:
+        found = rows_at(K, near_it, stride, columns, width)
+    else:
+        found = tl.load(MEAN + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    return found
+
+
+@jit
 def pull_kernel(
-    C, K, V, KEEP, BITS, LEVEL, D_SLOPE, PULL, OMEGA, PART,
-    rows, few, m, d, e, heads, group, scale, words, splits, stretch, skb, skh, skm, svb, svh, svm, seb, seh,
-    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    C, K, V, KEEP, FIRST, BITS, MEAN, OUT, LEVEL, D_SLOPE, PULL, OMEGA, PART,
+    rows, few, parts, m, d, e, heads, group, scale, words, splits, stretch, skb, skh, skm, svb, svh, svm, seb, seh,
+    HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, OWN: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of each key PULL (lead 32 words), x^T D y, and OMEGA (the same), its weight in the slope. PART (lead splits few):
-    the sum of PULL over a stretch of keys, under their weights for each cluster. BV: see strip."""
+    the sum of PULL over a stretch of keys, under their weights for each cluster. OWN: see own; BV: see strip."""
     in_turn()
     split, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
     dims, values, tile, row = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BM), tl.arange(0, BC)
     wide, long, here = dims < d, values < e, row < few
     k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
-    kappa = tl.load(k_base + dims, mask=wide, other=0.0).to(tl.float32)
+    first_of = FIRST + (batch * (heads // group) + head) * (parts + 2)
+    foot_k, foot_v = MEAN + lead * parts * rows * d, OUT + lead * parts * rows * e
+    kappa = tl.load(foot_k + dims, mask=wide, other=0.0).to(tl.float32)
     c = tl.load(C + lead * rows * d + row[:, None] * d + dims[None, :], mask=here[:, None] & wide[None, :], other=0.0)
     level = tl.load(LEVEL + lead * rows + row, mask=here, other=float("inf"))
     slope = D_SLOPE + lead * d * e
     if BV == 0:
-        nu = tl.load(v_base + values, mask=long, other=0.0).to(tl.float32)
+        nu = tl.load(foot_v + values, mask=long, other=0.0).to(tl.float32)
         whole = tl.load(slope + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
     total = tl.zeros((BM, BC), tl.float32)
     for start in tl.range(split * stretch, tl.minimum((split + 1) * stretch, m), BM, num_stages=STAGES):
@@ -59,7 +72,11 @@ def pull_kernel(
         if HAS_KEEP:
             seen = seen & (tl.load(KEEP + batch * seb + head * seh + key, mask=there, other=0) != 0)
         k = tl.load(k_at + tile[:, None] * skm + dims[None, :], mask=there[:, None] & wide[None, :], other=0.0)
-        x = (k.to(tl.float32) - kappa[None, :]).to(k.dtype)
+        of_k, near_it = kappa[None, :], key
+        if OWN:
+            near_it = middle(first_of, part_of(first_of, key, parts, 32), m)
+            of_k = rows_at(k_base, near_it, skm, dims, d)
+        x = (k.to(tl.float32) - of_k).to(k.dtype)
         w = tl.exp2(tl.dot(k, tl.trans(c), input_precision=PRECISION) * scale - level[None, :])
         gone = tl.broadcast_to((~seen)[:, None], (BM, BC))
         if HAS_NEAR:
@@ -67,7 +84,10 @@ def pull_kernel(
         w = tl.where(gone, 0.0, w)
         if BV == 0:
             v = tl.load(v_at + tile[:, None] * svm + values[None, :], mask=there[:, None] & long[None, :], other=0.0)
-            y = v.to(tl.float32) - nu[None, :]
+            of_v = nu[None, :]
+            if OWN:
+                of_v = rows_at(v_base, near_it, svm, values, e)
+            y = v.to(tl.float32) - of_v
             pull = tl.sum(tl.dot(x, whole, input_precision=PRECISION) * y, 1)
         else:
             pull = tl.zeros((BM,), tl.float32)
@@ -77,7 +97,7 @@ def pull_kernel(
                 v = tl.load(
                     v_at + tile[:, None] * svm + column[None, :], mask=there[:, None] & inside[None, :], other=0.0
                 )
-                y = v.to(tl.float32) - tl.load(v_base + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+                y = v.to(tl.float32) - feet(v_base, foot_v, near_it, svm, column, e, OWN)
                 block = tl.load(
                     slope + dims[:, None] * e + column[None, :], mask=wide[:, None] & inside[None, :], other=0.0
                 )
@@ -90,20 +110,19 @@ def pull_kernel(
 
 @jit
 def pulled(
-    MEAN, OUT, K, V, D_SLOPE, at, there, mean, out, amount, d_out, d_mean, d, e,
-    BV: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    MEAN, OUT, K, V, MEAN_FOOT, OUT_FOOT, D_SLOPE, at, near_it, there, mean, out, amount, d_out, d_mean, d, e, skm, svm,
+    OWN: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the rows ``at`` with what the slope asks of them, and xbar^T D ybar; BV: see strip."""
+    """The gradients of the rows ``at`` with what the slope asks of them, and xbar^T D ybar; BV: see strip. For kappa
+    and nu see feet."""
     dims, values = tl.arange(0, BD), tl.arange(0, BE)
     wide, long = dims < d, values < e
-    nu = tl.load(V + values, mask=long, other=0.0).to(tl.float32)
+    y = out.to(tl.float32) - feet(V, OUT_FOOT, near_it, svm, values, e, OWN)
     if BV == 0:
-        kappa = tl.load(K + dims, mask=wide, other=0.0).to(tl.float32)
-        x = (mean.to(tl.float32) - kappa[None, :]).to(mean.dtype)
+        x = (mean.to(tl.float32) - feet(K, MEAN_FOOT, near_it, skm, dims, d, OWN)).to(mean.dtype)
         slope = tl.load(D_SLOPE + dims[:, None] * e + values[None, :], mask=wide[:, None] & long[None, :], other=0.0)
         moved = tl.dot(x, slope, input_precision=PRECISION)
         d_out -= amount[:, None] * moved
-        y = out.to(tl.float32) - nu[None, :]
         across = tl.sum(moved * y, 1)
         turned = tl.dot(y.to(out.dtype), tl.trans(slope), input_precision=PRECISION)
     else:
@@ -114,25 +133,24 @@ def pulled(
             x = tl.load(
                 MEAN + at[:, None] * d + first + strip[None, :], mask=there[:, None] & inside[None, :], other=0.0
             )
-            kappa = tl.load(K + first + strip, mask=inside, other=0.0).to(tl.float32)
+            x = x.to(tl.float32) - feet(K, MEAN_FOOT, near_it, skm, first + strip, d, OWN)
             slope = tl.load(
                 D_SLOPE + (first + strip[:, None]) * e + values[None, :], mask=inside[:, None] & long[None, :],
                 other=0.0,
             )  # fmt: skip
-            moved += tl.dot((x.to(tl.float32) - kappa[None, :]).to(mean.dtype), slope, input_precision=PRECISION)
+            moved += tl.dot(x.to(mean.dtype), slope, input_precision=PRECISION)
         d_out -= amount[:, None] * moved
-        across = tl.sum(moved * (out.to(tl.float32) - nu[None, :]), 1)
+        across = tl.sum(moved * y, 1)
         for first in range(0, e, BV):
             inside = first + strip < e
             y = tl.load(
                 OUT + at[:, None] * e + first + strip[None, :], mask=there[:, None] & inside[None, :], other=0.0
             )
-            of_nu = tl.load(V + first + strip, mask=inside, other=0.0).to(tl.float32)
+            y = y.to(tl.float32) - feet(V, OUT_FOOT, near_it, svm, first + strip, e, OWN)
             slope = tl.load(
                 D_SLOPE + dims[:, None] * e + first + strip[None, :], mask=wide[:, None] & inside[None, :], other=0.0
             )
-            y = (y.to(tl.float32) - of_nu[None, :]).to(out.dtype)
-            turned += tl.dot(y, tl.trans(slope), input_precision=PRECISION)
+            turned += tl.dot(y.to(out.dtype), tl.trans(slope), input_precision=PRECISION)
     return d_out, d_mean - amount[:, None] * turned, across
 
 
@@ -183,6 +201,7 @@ class Pulls:
     pull: Tensor  # x^T D y
     omega: Tensor
     slope: Tensor  # (b*h d e): D, in the keys' dtype
+    own: bool  # of each part kappa and nu of its own were taken off
 
 
 def pulls(
@@ -200,15 +219,17 @@ def pulls(
     part = torch.empty(lead, splits, few, dtype=torch.float32, device=k.device)
     launch(
         pull_kernel, (splits, lead),
-        (c, k, v, keys.keep_or(c), found.bits, level, slope, pull, omega, part),
-        (clusters, few, m, d, e, h, h // hk, reach.scale * LOG2E, cdiv(m, 32), splits, stretch,
+        (c, k, v, keys.keep_or(c), keys.first_or(c), found.bits, found.mean_key, found.out, level, slope, pull, omega,
+        part),
+        (clusters, few, parts, m, d, e, h, h // hk, reach.scale * LOG2E, cdiv(m, 32), splits, stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0,
-        BV=strip(tile["BD"], tile["BE"], k.element_size()), BC=power(few, THIN), PRECISION=precision(k),
+        OWN=own(keys, parts), BV=strip(tile["BD"], tile["BE"], k.element_size()), BC=power(few, THIN),
+        PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, STAGES=3 if narrow(k, v) else 1, **tile,
     )  # fmt: skip
     launch(
         share_kernel, (cdiv(few, 16), lead), (part, across, row.amount, pi.float().contiguous(), row.delta),
         (clusters, few, parts, splits), BP=64, BC=16, num_warps=4,
     )  # fmt: skip
-    return Pulls(pull, omega, slope)
+    return Pulls(pull, omega, slope, own(keys, parts))

@@ -14,7 +14,7 @@ from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import Arranged, add_near, arrange
 from ..coarse.kernels import Far
 from ..coarse.reference import SLOPE_CLUSTERS, Reach
-from ..coarse.slope import added, levels
+from ..coarse.slope import added, levels, middle, own
 from ..coarse.slope_backward import Pulls, Rows, pulled, pulls, strip
 from ..members.kernels import turns
 from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
@@ -147,13 +147,15 @@ def fine_bwd_near_kernel(
 @jit
 def fine_bwd_part_kernel(
     Q, C, FAR, MEAN, FAR_LSE, ORDER, FIRST, DY, BASE2, FAR_DELTA, D_MEAN, D_FAR, D_FAR_LSE,
-    K, V, LEVEL, D_SLOPE, DELTA, FAR_BASE2, AMOUNT, ACROSS,
-    n, c, parts, d, e, heads, group, few, scale, natural_scale, every, sqb, sqh, sqn, syb, syh, syn, skb, skh, svb, svh,
-    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, BV: tl.constexpr,
+    K, V, PART_FIRST, LEVEL, D_SLOPE, DELTA, FAR_BASE2, AMOUNT, ACROSS,
+    n, m, c, parts, d, e, heads, group, few, scale, natural_scale, every,
+    sqb, sqh, sqn, syb, syh, syn, skb, skh, skm, svb, svh, svm,
+    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, OWN: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a cluster's far parts past all of its queries. Of the tangent all that coarse's backward wants of
-    these rows (see Rows): gradients in the keys' dtype, with what the slope adds to them. ACROSS: see pulls."""
+    these rows (see Rows): gradients in the keys' dtype, with what the slope adds to them. ACROSS: see pulls; OWN, BV:
+    see pull_kernel. FIRST: of the clusters; PART_FIRST: of the keys' parts."""
     in_turn()
     which, lead = tl.program_id(0) // every, tl.program_id(1).to(tl.int64)
     begin = tl.load(FIRST + lead * (c + 2) + which)
@@ -195,9 +197,14 @@ def fine_bwd_part_kernel(
         if HAS_SLOPE:
             amount = tl.exp2(lse2 - tl.load(LEVEL + cluster))
             if which < few:
+                kv_head, near_it = head // group, part
+                if OWN:
+                    of_parts = PART_FIRST + (batch * (heads // group) + kv_head) * (parts + 2)
+                    near_it = middle(of_parts, tl.minimum(part, parts - 1), m)
                 d_far, d_mean, across = pulled(
-                    MEAN, FAR, K + batch * skb + (head // group) * skh, V + batch * svb + (head // group) * svh,
-                    D_SLOPE + lead * d * e, to, there, k, v, amount, d_far, d_mean, d, e, BV, BD, BE, PRECISION,
+                    MEAN, FAR, K + batch * skb + kv_head * skh, V + batch * svb + kv_head * svh,
+                    MEAN + lead * parts * c * d, FAR + lead * parts * c * e, D_SLOPE + lead * d * e,
+                    to, near_it, there, k, v, amount, d_far, d_mean, d, e, skm, svm, OWN, BV, BD, BE, PRECISION,
                 )  # fmt: skip
                 delta += amount * across
                 tl.store(ACROSS + (lead * parts + part) * few + which, amount * across, mask=there)
@@ -376,10 +383,11 @@ def _tangent(
     launch(
         fine_bwd_part_kernel, (clusters * every, lead),
         (q, c, found.out, found.mean_key, found.lse, queries.order, queries.first, dy, queries.base2, queries.far_delta,
-        dm_rows, dy_rows, d_level, k, v, level, delta if d_slope is None else d_slope, delta, base2, amount, across),
-        (n, clusters, parts, d, e, h, h // k.shape[1], few, reach.scale * LOG2E, reach.scale, every, *q.stride()[:3],
-        *dy.stride()[:3], *k.stride()[:2], *v.stride()[:2]), MASS=TANGENT, HAS_SLOPE=pi is not None,
-        BV=strip(shape["BD"], shape["BE"], q.element_size()), num_stages=3 if narrow(k, v) else 1,
+        dm_rows, dy_rows, d_level, k, v, keys.first_or(q), level, delta if d_slope is None else d_slope, delta, base2,
+        amount, across),
+        (n, k.shape[2], clusters, parts, d, e, h, h // k.shape[1], few, reach.scale * LOG2E, reach.scale, every,
+        *q.stride()[:3], *dy.stride()[:3], *k.stride()[:3], *v.stride()[:3]), MASS=TANGENT, HAS_SLOPE=pi is not None,
+        OWN=own(keys, parts), BV=strip(shape["BD"], shape["BE"], q.element_size()), num_stages=3 if narrow(k, v) else 1,
         **_of_parts(shape),
     )  # fmt: skip
     row = Rows(dy_rows, dm_rows, delta, base2, base2, base2, amount)
@@ -410,10 +418,10 @@ def _levels(
         launch(
             fine_bwd_part_kernel, (clusters * every, lead),
             (q, c, found.out, found.mean_key, found.lse, queries.order, queries.first, dy, queries.base2,
-            queries.far_delta, none, d_far, d_level, k, v, *(queries.delta,) * 6),
-            (n, clusters, parts, d, e, h, h // k.shape[1], 0, reach.scale * LOG2E, reach.scale, every,
-            *q.stride()[:3], *dy.stride()[:3], *k.stride()[:2], *v.stride()[:2]), MASS=settings.mass,
-            HAS_SLOPE=False, BV=0, num_stages=3 if narrow(k, v) else 1, **_of_parts(shape),
+            queries.far_delta, none, d_far, d_level, k, v, *(queries.delta,) * 7),
+            (n, k.shape[2], clusters, parts, d, e, h, h // k.shape[1], 0, reach.scale * LOG2E, reach.scale, every,
+            *q.stride()[:3], *dy.stride()[:3], *k.stride()[:3], *v.stride()[:3]), MASS=settings.mass,
+            HAS_SLOPE=False, OWN=False, BV=0, num_stages=3 if narrow(k, v) else 1, **_of_parts(shape),
         )  # fmt: skip
     return coarse_backward.Given(d_far, none, d_level, None)
 

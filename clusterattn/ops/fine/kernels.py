@@ -207,7 +207,7 @@ class FineSettings:
 def tiling(q: Tensor, v: Tensor, clusters: int, top: int, parts: int, most: int) -> dict[str, Any]:
     """For passes that see near keys and far parts apart."""
     d, e = widths(q, v)
-    tile, _ = tiles(q.shape[2], clusters, most)
+    tile = max(tiles(q.shape[2], clusters, most)[0], THIN)
     keys = 64 if (d + e) * q.element_size() <= 512 else 32
     return {
         "BS": tile, "BT": min(keys, power(top, THIN)), "BP": min(keys, power(parts, THIN)), "BD": d,

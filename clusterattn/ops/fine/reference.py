@@ -58,7 +58,7 @@ def _pieces(q: Tensor, labels: Tensor, offer: Offer, scale: float) -> Iterator[Q
     x_rows, k_rows, v_rows = q.reshape(-1, d), offer.k.reshape(-1, d), offer.v.reshape(-1, e)
     near = flat_index(offer.near_at, hk, m).flatten(0, 2)
     far_keys, far_values, bias = (x.flatten(0, 2) for x in (offer.far_keys, offer.far_values, offer.bias))
-    limits = Limits(budget(q), max(t, d), t * d)
+    limits = Limits(2 * budget(q), max(t, d), t * d)  # fewer pieces are worth more here than a smaller one's cache
     seated = by_size if _is_long(q, offer) else in_tiles
     for heads, rows, real, cluster in seated(labels, c, limits):
         x = wide(x_rows.index_select(0, rows.flatten())).view(*rows.shape, d)
