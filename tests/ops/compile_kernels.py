@@ -54,7 +54,7 @@ CALLS = [
     ("clusterformer:clusters=4", False),
     ("local:window=40", True),
 ]
-FEW = [("bf16", 64, 64, CALLS[1:2]), ("fp16", 40, 32, CALLS[11:12])]
+FEW = [("bf16", 64, 64, CALLS[1:2]), ("fp16", 40, 32, CALLS[11:12]), ("bf16", 160, 160, CALLS[1:2])]
 SHORT = 7  # tokens: tiles are no smaller than 16
 
 
