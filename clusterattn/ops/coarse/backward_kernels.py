@@ -420,7 +420,7 @@ def backward(
         (*sizes, *strides), OWN=pulls is not None and pulls.own, BP=power(parts + 1, least=1),
         BV=strip(tile["BD"], tile["BE"], k.element_size()),
         EVEN=wide and clusters % tile["BC"] == 0, **flags | tile | {"num_stages": 3 if narrow(k, v) else 1},
-        num_warps=4,
+        num_warps=4 if tile["BM"] * (tile["BD"] + tile["BE"]) <= 128**2 else 8,  # dk and dv stay in registers
     )  # fmt: skip
     return dc, dk, dv
 
