@@ -3,6 +3,7 @@
     python tests/ops/compile_kernels.py                                a few kinds of calls (test_kernels_compile.py)
     python tests/ops/compile_kernels.py --scan [--dims 16 40 256] [--dtypes fp16 fp32] [--only smyrf]     all of them:
                                                                        long, so --shard 3 16 takes a sixteenth
+    python tests/ops/compile_kernels.py --scan --dims 64 --spills 64   and says which spill so many bytes a thread
 
 Calls run on a CPU, forward and backward, with every launch collected instead of made (their answers are zeros, which
 are good positions and labels); each kind of launch is then compiled by Triton for sm_90. Must not interpret. Exit
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +116,17 @@ def compiled(kernel: JITFunction, packed: tuple[Any, ...]) -> Any:
     return triton.compile(source, target=TARGET, options=options.__dict__)
 
 
+def spilled(ptx: str) -> int:
+    """Bytes that a thread keeps in memory because registers ran out."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        words = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", said)
+    return int(found[1]) if found else 0
+
+
 def spent() -> float:
     """Seconds of processor time, of this process and of those it started (ptxas): other programs do not count."""
     return sum(os.times()[:4])
@@ -138,6 +153,7 @@ def main() -> int:
         "--shard", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="every OF-th call alone"
     )
     parser.add_argument("--slow", type=float, default=20.0, help="say which kernels take longer to compile, in seconds")
+    parser.add_argument("--spills", type=int, default=0, metavar="BYTES", help="say which kernels spill so much")
     given = parser.parse_args()
     collected, wrong, slowest = collecting(), 0, 0.0
     done: set[tuple[str, str]] = set()
@@ -162,9 +178,11 @@ def main() -> int:
             where = f"{kernel.__name__}: {spec}{' causal' if causal else ''}, {dtype}, d={d}, e={e}"
             started, complaint = spent(), ""
             try:
-                shared = compiled(kernel, packed).metadata.shared
-                if shared > SHARED:
-                    complaint = f"wants {shared} bytes of shared memory"
+                made = compiled(kernel, packed)
+                if made.metadata.shared > SHARED:
+                    complaint = f"wants {made.metadata.shared} bytes of shared memory"
+                if given.spills and (more := spilled(made.asm["ptx"])) >= given.spills:
+                    print(f"spills {more} bytes, {made.metadata.num_warps} warps: {where}", flush=True)
             except Exception as error:
                 complaint = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             taken = spent() - started
