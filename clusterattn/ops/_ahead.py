@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,11 +73,15 @@ class _Workers:
         return self.pool.submit(self._ready, compiling)
 
     def _ready(self, compiling: Callable[[], Any]) -> Any:
-        kernel = compiling()
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
+        with _current(self.device):  # kernels ask the thread's device what it can do
+            kernel = compiling()
+            if self.device.type == "cuda":
                 kernel.run  # noqa: B018 (a property that loads)
         return kernel
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -85,25 +90,34 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 def rehearse(run: Callable[[], object], device: torch.device) -> None:
     """Compile what ``run`` would launch. Whatever goes wrong here will go wrong in the call itself, which tells it."""
-    threads = min(THREADS, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "clusterattn")
     try:
         with (
-            ThreadPoolExecutor(threads, "clusterattn") as pool,
+            _current(device),  # Triton keeps what it compiles by the current device
             AsyncCompileMode(_Workers(pool, device), ignore_errors=True),
             torch.autograd.set_multithreading_enabled(False),
-            saved_tensors_hooks(_as_it_is, _as_it_is),  # a checkpoint around it would count what is saved here
+            # A checkpoint around it would count what is saved here; detached, for an output that saves itself is kept
+            saved_tensors_hooks(Tensor.detach, _as_it_is),
             Rehearsal(),  # type: ignore[no-untyped-call]
         ):
             run()
     except Exception as reason:
         logging.getLogger("clusterattn").debug("a call could not be rehearsed: %s", reason)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        active_mode.set(None)  # Triton leaves it where an interrupt comes while it waits
 
 
 def before(
     answered: Callable[[Tensor, Tensor, Tensor], tuple[Any, Any]], recipe: Method, given: Groups, call: Call, q: Tensor,
     k: Tensor, v: Tensor,
 ) -> None:  # fmt: skip
-    """Where this is the first call of its kind on a GPU, compile what it and its backward will launch."""
+    """Where this is the first call of its kind on a GPU, compile what it and its backward will launch.
+
+    A method from elsewhere is not run more often than it is asked for: it may draw, or count.
+    """
+    if type(recipe).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        return
     mask, train = call.mask, torch.is_grad_enabled()
     masks = mask.causal, mask.keys is None, mask.queries is None
     leaves = tuple((x.dtype, x.device, x.shape[3], train and x.requires_grad) for x in (q, k, v))
@@ -115,10 +129,11 @@ def before(
     _rehearsed.add(kind)
     alone = [x.detach().requires_grad_(x.requires_grad) for x in (q, k, v)]
 
+    wanted = [x for x in alone if x.requires_grad]
+
     def both() -> None:
         out = answered(*alone)[0].out
-        if out.requires_grad:
-            wanted = [x for x in alone if x.requires_grad]
+        if out.requires_grad and wanted:
             torch.autograd.grad(out, wanted, torch.zeros_like(out), allow_unused=True)
 
     rehearse(both, q.device)

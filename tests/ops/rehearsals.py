@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +12,7 @@ import compile_kernels  # first: it turns the interpreter off
 import torch
 import triton
 from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 import clusterattn as ca
@@ -80,4 +83,41 @@ _ahead._rehearsed.clear()
 kept: list[torch.Tensor] = []  # what a checkpoint around a call sees of its rehearsal
 with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
     call(True, made=False)
-print(json.dumps(told | {"kinds checkpointed": len(_ahead._rehearsed), "kept": len(kept)}))
+told |= {"kinds checkpointed": len(_ahead._rehearsed), "kept": len(kept)}
+
+
+class Counting(type(ca.method(SPEC))):  # type: ignore[misc]
+    """A method of one's own."""
+
+    runs = 0
+
+    def attend(self, *given: Any) -> Any:
+        Counting.runs += 1
+        return super().attend(*given)
+
+
+JITFunction.run = lambda kernel, *args, **flags: collected.run(kernel, *args, **flags)
+ca.attention(x, x, x, method=Counting(clusters=8, steps=1, metric="euclid"))
+told["runs"] = Counting.runs
+
+
+def interrupted() -> None:
+    """As Ctrl-C would while kernels are compiled; what saved itself for backward must go all the same."""
+    leaf = x.clone().requires_grad_()
+    out = torch.exp(leaf)
+    left.append(weakref.ref(out))
+    active_mode.get().submit("one", interrupt, None)  # type: ignore[union-attr,arg-type]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+left: list[Any] = []
+try:
+    _ahead.rehearse(interrupted, x.device)
+except KeyboardInterrupt:
+    told["interrupted"] = True
+gc.collect()
+told |= {"left": left[0]() is not None, "mode left": active_mode.get() is not None}
+print(json.dumps(told))

@@ -49,3 +49,13 @@ def test_each_kind_is_rehearsed_once_and_only_where_nobody_watches(told: dict[st
 def test_a_checkpoint_around_a_first_call_sees_nothing_of_its_rehearsal(told: dict[str, Any]) -> None:
     assert told["kinds checkpointed"] == 1
     assert told["kept"] == 0
+
+
+def test_a_method_of_ones_own_runs_no_more_often_than_it_is_called(told: dict[str, Any]) -> None:
+    assert told["runs"] == 1
+
+
+def test_an_interrupt_leaves_nothing_behind(told: dict[str, Any]) -> None:
+    assert told["interrupted"]
+    assert not told["left"]
+    assert not told["mode left"]
