@@ -81,6 +81,12 @@ def workspace(device: torch.device, *wanted: tuple[tuple[int, ...], torch.dtype]
     return [Buffer(base, start, offset, shape, dtype) for offset, (shape, dtype) in zip(offsets, wanted, strict=True)]
 
 
+def stacked(many: int, size: int, device: torch.device) -> Tensor:
+    """So many lists of fp32 numbers from one allocation; each begins where launches want a tensor to begin."""
+    whole = ALIGNED // torch.float32.itemsize
+    return torch.empty(many, cdiv(size, whole) * whole, dtype=torch.float32, device=device)
+
+
 @functools.lru_cache(maxsize=4096)
 def _layout(wanted: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> tuple[list[int], int]:
     """Where each buffer begins, and how many bytes there are in all."""
@@ -169,6 +175,7 @@ def _planned(compiled: Any, kernel: Any, given: int, flags: dict[str, Any]) -> t
             # turn themselves (see ``in_turn``) are brought to the chip before it comes
             cooperative, target = launcher.launch_cooperative_grid, compiled.metadata.target
             dependent = not cooperative and target.backend == "cuda" and target.arch >= HOPPER
+            dependent = dependent and "griddepcontrol.wait" in compiled.asm["ptx"]
             return launcher.launch, compiled.function, (cooperative, dependent, None, None, *head), constants
         return launcher, compiled.function, head, constants
     except (AttributeError, KeyError):

@@ -7,7 +7,7 @@
 
 Calls run on a CPU, forward and backward, with every launch collected instead of made (their answers are zeros, which
 are good positions and labels); each kind of launch is then compiled by Triton for sm_90. Must not interpret. Exit
-status 1 where a kernel does not compile or wants more shared memory than a program may have.
+status 1 where a kernel does not compile, wants more shared memory than a program may have, or does not wait its turn.
 """
 
 from __future__ import annotations
@@ -181,6 +181,8 @@ def main() -> int:
                 made = compiled(kernel, packed)
                 if made.metadata.shared > SHARED:
                     complaint = f"wants {made.metadata.shared} bytes of shared memory"
+                elif "griddepcontrol.wait" not in made.asm["ptx"]:
+                    complaint = "does not begin with in_turn(): it would not wait for the kernel before"
                 if given.spills and (more := spilled(made.asm["ptx"])) >= given.spills:
                     print(f"spills {more} bytes, {made.metadata.num_warps} warps: {where}", flush=True)
             except Exception as error:

@@ -73,16 +73,17 @@ class Launcher:
 
 
 @pytest.mark.parametrize(
-    ("target", "cooperative", "early"),
-    [(("cuda", 90), False, True), (("cuda", 100), False, True), (("cuda", 80), False, False),
-     (("cuda", 90), True, False), (("hip", "gfx942"), False, False)],
+    ("target", "cooperative", "waits", "early"),
+    [(("cuda", 90), False, True, True), (("cuda", 100), False, True, True), (("cuda", 80), False, False, False),
+     (("cuda", 90), True, True, False), (("cuda", 90), False, False, False), (("hip", "gfx942"), False, False, False)],
 )  # fmt: skip
 def test_kernels_that_wait_for_their_turn_come_to_the_chip_before_it(
-    cuda: None, target: tuple[str, Any], cooperative: bool, early: bool
+    cuda: None, target: tuple[str, Any], cooperative: bool, waits: bool, early: bool
 ) -> None:
     launched: list[tuple[Any, ...]] = []
     compiled = Compiled([])
     compiled.run = Launcher(launched, cooperative)
+    compiled.asm = {"ptx": "ld.param; griddepcontrol.wait;" if waits else "ld.param;"}
     compiled.metadata = SimpleNamespace(target=SimpleNamespace(backend=target[0], arch=target[1]))
     kernel, x = Kernel(compiled), torch.zeros(8)
     for _ in range(2):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._jit import THIN, in_turn, jit, narrow, power, precision, registers, tl
-from .._launch import cdiv, launch
+from .._launch import cdiv, launch, stacked
 from .arrange import Arranged
 from .kernels import LOG2E, Far, _stretch, cuts, tiles_for
 from .near import _limit, outside
@@ -363,7 +363,7 @@ def prepared(given: Given, keys: Arranged, found: Far, reach: Reach, *, odds: bo
         return torch.empty(shape, dtype=dtype, device=k.device)
 
     dy, dm = new(count, e, dtype=v.dtype), new(count, d if reach.tangent else 0, dtype=k.dtype)
-    delta, base2, near2, dn = new(4, count)
+    delta, base2, near2, dn = stacked(4, count, k.device)
     launch(
         prepare_kernel, (cdiv(count, 8),),
         (given.out.contiguous(), given.mean_key.contiguous(), given.lse.contiguous(),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._jit import in_turn, jit, narrow, precision, registers, rows, tl
-from .._launch import launch
+from .._launch import launch, stacked
 from ..coarse import backward_kernels as coarse_backward
 from ..coarse.arrange import Arranged, add_near, arrange
 from ..coarse.kernels import Far
@@ -315,7 +315,7 @@ def backward(
     shape = tiling(q, v, clusters, top, reach.parts, 64 if q.element_size() == 2 else 32)
     taken = turns(first, n, shape["BS"])
     dq = new(b, h, n, d, dtype=q.dtype)
-    base2, delta, far_delta = new(3, lead, n)
+    base2, delta, far_delta = stacked(3, lead * n, q.device)
     foot = new(lead, taken.most, d if slope else 0)
     of_lse = delta if d_lse is None else d_lse.float().contiguous()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
@@ -376,7 +376,7 @@ def _tangent(
 
     count = lead * parts * clusters
     dy_rows, dm_rows = new(count, e, dtype=v.dtype), new(count, d, dtype=k.dtype)
-    d_level, delta, base2 = new(3, count)
+    d_level, delta, base2 = stacked(3, count, q.device)
     amount, across, level = (delta,) * 3
     if pi is not None:
         amount, across, level = new(count), new(lead, parts, few), levels(found.lse, pi)
