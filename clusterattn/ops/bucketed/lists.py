@@ -76,7 +76,8 @@ def gather_sum_kernel(
     """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group."""
     in_turn()
     kv_heads = heads // group
-    batch, kv_head = tl.program_id(1).to(tl.int64) // kv_heads, tl.program_id(1) % kv_heads
+    place = tl.program_id(1).to(tl.int64)
+    batch, kv_head = place // kv_heads, place % kv_heads
     at, dims = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
     here = at < rows
     out = tl.zeros((BR, BD), tl.float32)

@@ -94,14 +94,16 @@ def coarse_fwd_kernel(
                 near = near_across(BITS, lead, row, rows, words, start, place)
                 theirs = tl.where(near, s, float("-inf"))
                 new = tl.maximum(near_highest, tl.max(theirs, 1))
-                level = tl.where(new == float("-inf"), 0.0, new) * slope
-                fade = tl.exp2(near_highest * slope - level)
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                level, fade = safe * slope, tl.exp2((near_highest - safe) * slope)
                 near_total = near_total * fade + tl.sum(tl.exp2(theirs * slope - level[:, None]), 1)
                 near_highest = new
                 s = tl.where(near, float("-inf"), s)
         new = tl.maximum(highest, tl.max(s, 1))
-        level = tl.where(new == float("-inf"), 0.0, new) * slope
-        p, fade = tl.exp2(s * slope - level[:, None]), tl.exp2(highest * slope - level)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        # exactly 1 where the highest stays: a product less a rounded product is not 0 once the compiler fuses them
+        level, fade = safe * slope, tl.exp2((highest - safe) * slope)
+        p = tl.exp2(s * slope - level[:, None])
         highest, total = new, total * fade + tl.sum(p, 1)
         v = tl.load(v_base + at * svm + values[None, :], mask=there & long, other=0.0)
         out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)

@@ -278,7 +278,7 @@ def select_kernel(
     if LEVELS > 1:
         entry = tl.load(LIST + key // GROUP, mask=key // GROUP < top, other=-1).to(tl.int32)
         key = tl.where(entry < 0, m, entry * GROUP + key % GROUP)
-    batch, head = (lead // heads).to(tl.int64), (lead % heads) // group
+    batch, head = (lead // heads).to(tl.int64), ((lead % heads) // group).to(tl.int64)
     seen = key < limit
     source = rows_of(ORDER, batch * (heads // group) + head, tl.where(seen, key, 0), m, BY_ORDER)
     if HAS_KEEP:
