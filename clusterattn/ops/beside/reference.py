@@ -58,4 +58,10 @@ def beside(
 def nearest_beside(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, right: Tensor, offset: Tensor, origin: Tensor
 ) -> Tensor:
-    return kmeans.nearest(beside(k, v, directions, centres, None, None)[0], right, offset, origin)
+    """No point is made: a centre's product with it is one with the key, and one with the value."""
+    ways, d = directions.shape[2:]
+    centres = centres.unsqueeze(2).to(right.dtype).flatten(0, 1)
+    key_centre, value_centre, shrink = centres.split_with_sizes((d, v.shape[3], 1), -1)
+    of_keys = right[..., :ways] @ directions.to(right.dtype).flatten(0, 1)
+    sides = (k, of_keys, key_centre), (v, right[..., ways:] / shrink, value_centre)
+    return kmeans.nearest_of(sides, offset - (right @ origin.mT).squeeze(-1))

@@ -59,7 +59,6 @@ class Runs(Keys):
     """Keys sorted by part: every part a run of them. One head at a time: another's runs are others."""
 
     sizes: list[list[int]]  # for each head, those of its parts, and how many keys are left over
-    part_of: Tensor  # (lead m)
 
     def heads(self, most: int) -> int:
         return 1
@@ -89,7 +88,12 @@ class Runs(Keys):
                 torch.mm(run, rows, out=found)
 
     def received(self, weights: Tensor, amount: Tensor, heads: slice) -> Tensor:
-        return (amount.index_select(-1, self.part_of[heads.start]) * weights).sum(2)
+        sizes, omega = self.sizes[heads.start], weights.new_zeros(*weights.shape[:2], 1, weights.shape[-1])
+        for mine, theirs, to in zip(weights[0], amount[0].mT.unsqueeze(2), omega[0], strict=True):
+            runs = mine.split_with_sizes(sizes, -1), theirs, to.split_with_sizes(sizes, -1)
+            for run, share, found in zip(*runs, strict=False):
+                torch.mm(share, run, out=found)
+        return omega.squeeze(2)
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ def _in_runs(k: Tensor, v: Tensor, part_of: Tensor, parts: int) -> Runs:
     home, at = home.sort(dim=-1, stable=True)
     sizes = torch.zeros(home.shape[0], parts + 1, dtype=torch.int64).scatter_add_(1, home, torch.ones_like(home))
     real = home < parts if bool(sizes[:, parts].any()) else None
-    return Runs(_moved(k, at), _moved(v, at), real, at, parts, sizes.tolist(), home.clamp_(max=parts - 1))
+    return Runs(_moved(k, at), _moved(v, at), real, at, parts, sizes.tolist())
 
 
 def in_tiles(k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, parts: int) -> Tiles:

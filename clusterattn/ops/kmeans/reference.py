@@ -9,6 +9,8 @@ All three metrics assign by the same product, ``argmax_c  x . f(c) - offset(c)``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,19 +28,28 @@ def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) 
     return seen, offset.masked_fill_(~alive, NEVER)
 
 
+Sides = Sequence[tuple[Tensor, Tensor, Tensor | None]]
+
+
 def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
     """The best centroid of every point (lead n); ties go to the lowest index."""
-    points = points.flatten(0, 1)
-    lead, n, w = points.shape
-    c = right.shape[1]
-    labels = torch.zeros(lead, n, dtype=torch.int64, device=points.device)
+    return nearest_of([(points, right, origin)], offset)
+
+
+def nearest_of(sides: Sides, offset: Tensor) -> Tensor:
+    """As nearest, for points (b h n w) whose columns lie in several tensors, each with its own right and origin."""
+    first, (lead, c) = sides[0][0], offset.shape
+    n = first.shape[2]
+    labels = torch.zeros(lead, n, dtype=torch.int64, device=first.device)
     if n == 0 or c == 0:
         return labels
-    right, offset = right.to(wide(points).dtype), offset.unsqueeze(-1)
-    rows = max(1, min(n, budget(points) // c))
-    for heads in spans(lead, budget(points) // (rows * c)):
+    sides = [(points.flatten(0, 1), right.to(wide(points).dtype), origin) for points, right, origin in sides]
+    rows = max(1, min(n, budget(first) // c))
+    for heads in spans(lead, budget(first) // (rows * c)):
         for piece in spans(n, rows):
-            scores = torch.baddbmm(offset[heads], right[heads], _centred(points, origin, heads, piece).mT)
+            scores = offset[heads].unsqueeze(-1)
+            for points, right, origin in sides:
+                scores = torch.baddbmm(scores, right[heads], _centred(points, origin, heads, piece).mT)
             labels[heads, piece] = _highest(scores)
     return labels
 
