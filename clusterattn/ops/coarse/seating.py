@@ -14,7 +14,7 @@ from torch import Tensor
 from .._chunks import LOG2_E
 from ..merge import NEVER, finite
 
-WORTH = 4096  # scores of a run: with fewer, calls take longer than what they do
+WORTH = 1 << 16  # multiply-adds of a run's scores: with fewer, calls take longer than what they do
 
 
 def _weigh_(scores: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def seated(k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None
     """k (b hk m d), v (b hk m e), key_mask (b m), part_of (b hk m) with -1 for keys that are not real; for so many rows
     of scores of each key head."""
     known = k.device.type == "cpu" and k.numel() > 0
-    worth = rows * k.shape[2] >= WORTH * parts
+    worth = rows * k.shape[2] * k.shape[3] >= WORTH * parts
     if part_of is None or not known or not worth:
         return in_tiles(k, v, key_mask, part_of, parts)
     return _in_runs(k, v, part_of, parts)

@@ -143,14 +143,14 @@ def pulled(
         across = tl.sum(moved * y, 1)
         for first in range(0, e, BV):
             inside = first + strip < e
-            some = tl.load(
+            of_strip = tl.load(
                 OUT + at[:, None] * e + first + strip[None, :], mask=there[:, None] & inside[None, :], other=0.0
             )
-            some = some.to(tl.float32) - feet(V, OUT_FOOT, near_it, svm, first + strip, e, OWN)
+            of_strip = of_strip.to(tl.float32) - feet(V, OUT_FOOT, near_it, svm, first + strip, e, OWN)
             slope = tl.load(
                 D_SLOPE + dims[:, None] * e + first + strip[None, :], mask=wide[:, None] & inside[None, :], other=0.0
             )
-            turned += tl.dot(some.to(out.dtype), tl.trans(slope), input_precision=PRECISION)
+            turned += tl.dot(of_strip.to(out.dtype), tl.trans(slope), input_precision=PRECISION)
     return d_out, d_mean - amount[:, None] * turned, across
 
 
