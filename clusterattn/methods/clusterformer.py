@@ -197,16 +197,21 @@ class ClusterFormer(Method):
             wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
             drawn = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
             rows = drawn.clamp(min=0)[:, None, :, None].expand(b, g, most, y)
-            return self._unit(wide(points.gather(2, rows))), drawn >= 0
+            return self.unit(wide(points.gather(2, rows))), drawn >= 0
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != g * y:
             got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise bad_value(f"centroids (c {g * y}) or (b c {g * y})", got, "the state of the layer before")
         given = wide(given).to(wide(points).dtype).expand(b, -1, -1)
         alive = torch.ones(given.shape[:2], dtype=torch.bool, device=points.device)
-        return self._unit(cut(given, g)), alive
+        return self.unit(cut(given, g)), alive
 
-    def _unit(self, x: Tensor) -> Tensor:
+    def unit(self, x: Tensor) -> Tensor:
+        """Of length 1 where φ is the cosine.
+
+        Args:
+            x: centroids (… y)
+        """
         return torch.nn.functional.normalize(x, dim=-1) if self.similarity == "cosine" else x
 
     def _alike(self, points: Tensor, centroids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -230,6 +235,17 @@ class ClusterFormer(Method):
         if self.assign == "share":  # log U (eq. 2): normalised over the tokens, for each centroid
             alike = alike - alike.logsumexp(-1, keepdim=True)
         return alike.masked_fill(~alive[:, None, :, None], float("-inf")).argmax(2)
+
+    def clusters_of(self, points: Tensor, centroids: Tensor, valid: Tensor) -> Tensor:
+        """The cluster of every token (b g n), by eqs. 2 and 4 alone; padding has any.
+
+        Args:
+            points: as they are compared (b g n y)
+            centroids: (b g c y)
+            valid: bool (b n), True = a real token
+        """
+        alike, _ = self._alike(points, self.unit(centroids), valid)
+        return self._labels(alike, torch.ones_like(centroids[:, 0, :, 0], dtype=torch.bool))
 
     def _ranked(self, labels: Tensor) -> Tensor:
         """What tokens are sorted by (b g n): their clusters, and among equals their place in the sequence, which every
@@ -260,7 +276,7 @@ class ClusterFormer(Method):
             updated = summed(share_of(alike, counted), lengths, points)
         else:
             updated = _Updated.apply(centroids, alike, self.sharpness, counted, lengths, points)  # type: ignore[no-untyped-call]
-        new = self._unit(updated)  # eq. 3
+        new = self.unit(updated)  # eq. 3
         marked = labels.masked_fill(~valid.unsqueeze(1), -1)
         kept = new.transpose(1, 2).flatten(2)
         if not torch.is_grad_enabled():

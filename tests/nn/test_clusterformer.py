@@ -14,6 +14,7 @@ from torch import Tensor
 
 import clusterattn as ca
 from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
+from clusterattn.nn.watch import COLLAPSED, STEADY
 
 DIM, HEADS, N = 12, 3, 20
 FIRST = {"scope": "shared", "trains": "all"}  # the first reading of this project
@@ -306,16 +307,74 @@ def test_decoders_are_watched_too() -> None:
     assert [each.clusters for each in seen] == [3]
 
 
-def test_a_collapse_is_warned_of() -> None:
-    model = encoder()
-    with torch.no_grad(), watched(model) as seen:
-        model(tokens())
-    with warnings.catch_warnings():
+@pytest.mark.parametrize("settings", [{}, {"similarity": "inner"}, FIRST, {"pass_on": False}, {"spread": True}])
+@pytest.mark.parametrize(("layers", "clusters"), [(1, 1), (1, 2), (3, 4)])
+def test_a_fresh_model_has_not_collapsed(layers: int, clusters: int, settings: dict[str, Any]) -> None:
+    """Its updated centroids may well be near: U is flat. What they differ by still sorts, and says where."""
+    model = encoder(layers, clusters, **settings)
+    with torch.no_grad(), watched(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("error")
+        model(tokens(), torch.arange(N) < torch.tensor([[N], [11]]))
         assert not warn_if_collapsed(seen)
-    gone = Grouping("layers.1", 4, 0.98, 0.99, 3.1, 0.5)
-    with pytest.warns(UserWarning, match=r"1 of 3 ClusterFormer layers has collapsed.*layers\.1.*0\.98"):
-        assert warn_if_collapsed([*seen, gone])
+    assert [each.trained is not None for each in seen] == [
+        at == 0 or not model.clustering.pass_on for at in range(layers)
+    ]
+    assert all(each.steady == 1 for each in seen)
+    if settings == FIRST and layers > 1:
+        assert seen[-1].centroids > COLLAPSED
+
+
+def test_a_collapse_is_warned_of() -> None:
+    seen = [
+        Grouping("layers.0", 4, 0.1, 0.99, 3.9, 0.3, 1.0, 0.2),
+        Grouping("layers.1", 4, 0.98, 0.9, 3.1, 0.5, 1.0, None),
+    ]
+    with pytest.warns(UserWarning, match=r"1 of 2 ClusterFormer layers has collapsed.*layers\.1.*0\.98"):
+        assert warn_if_collapsed(seen)
+
+
+@pytest.mark.parametrize("compare", ["updated", "given"])
+def test_the_sorting_loss_alone_makes_one_vector_of_the_centroids_and_the_watch_sees_it(compare: str) -> None:
+    model = encoder(mu=0.0, nu=1.0, compare=compare)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    for step in range(80):
+        _, losses = model(tokens(step, b=8))
+        optimizer.zero_grad()
+        model.joint_loss(torch.zeros(()), losses).backward()
+        optimizer.step()
+    with torch.no_grad(), watched(model) as seen:
+        model(tokens(99, b=8))
+    assert seen[0].points < 0.2
+    assert seen[0].trained > COLLAPSED
+    with pytest.warns(UserWarning, match="collapsed"):
+        assert warn_if_collapsed(seen)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "inner"])
+def test_equal_centroids_tell_nothing_apart(similarity: str) -> None:
+    model = encoder(layers=1, similarity=similarity)
+    with torch.no_grad(), watched(model) as seen:
+        model.centroids.copy_(model.centroids[:1].expand(4, -1))
+        model(tokens())
+        model.centroids.mul_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))  # which the inner product tells apart
+        model(tokens())
+    assert seen[0].steady < STEADY
+    assert seen[0].trained > 0.999
+    assert [each.collapsed for each in seen] == [True, similarity == "cosine"]
+
+
+def test_centroids_that_many_layers_hand_on_end_in_rounding() -> None:
+    """Flat shares bring them nearer at every layer; own ones for each layer, or sharper shares, stay apart."""
+    gone, x = {}, torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(0))
+    for name, settings in (("handed on", {}), ("own", {"pass_on": False}), ("sharp", {"sharpness": 5.0})):
+        torch.manual_seed(3)
+        model = ClusterFormerEncoder(48, 4, 12, 6, dropout=0.0, scope="shared", **settings)
+        with torch.no_grad(), watched(model) as seen:
+            model(x)
+        gone[name] = [each.layer for each in seen if each.collapsed]
+    assert "layers.11" in gone["handed on"]
+    assert "layers.2" not in gone["handed on"]
+    assert gone["own"] == gone["sharp"] == []
 
 
 def test_the_first_reading_collapses_and_the_watch_sees_it() -> None:
