@@ -117,6 +117,11 @@ class ClusterFormer(Method):
         """Does anything train the grouping? Else its gradients are not recorded."""
         return bool(self.mu or self.nu or self.balance or self.affinity or self.straight)
 
+    def through_state(self) -> list[str]:
+        """Settings of the losses, and of the centroids that are trained. A weight of 0 asks for nothing."""
+        changed = [name for name in OF_STATE if getattr(self, name) != getattr(ClusterFormer, name)]
+        return [f"{name}={getattr(self, name)!r}" for name in changed if getattr(self, name) or name == "pass_on"]
+
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns and call.keep_state):
             return self._group(q, call)
@@ -302,6 +307,7 @@ class ClusterFormer(Method):
         return ClusterFormerState(kept, clustering, sorting, uneven, marked)
 
 
+OF_STATE = ("compare", "trains", "mu", "nu", "balance", "fade", "pass_on")
 CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
     "compare": ("updated", "given"), "trains": ("centroids", "map", "all"), "ties": ("forward", "turns"),

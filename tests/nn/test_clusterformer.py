@@ -13,7 +13,16 @@ from laws import close, draw, padded, same_bits
 from torch import Tensor
 
 import clusterattn as ca
-from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
+from clusterattn.nn import (
+    ClusterFormerEncoder,
+    Decoder,
+    Encoder,
+    EncoderLayer,
+    Grouping,
+    MultiheadAttention,
+    warn_if_collapsed,
+    watched,
+)
 from clusterattn.nn.watch import COLLAPSED, STEADY
 
 DIM, HEADS, N = 12, 3, 20
@@ -98,6 +107,35 @@ def test_modules_keep_every_setting() -> None:
     assert all(layer.attention.method == method for layer in decoder.layers)
     assert all(layer.attention.method == method for layer in encoder(**OTHER).layers)
     assert ca.method(str(method)) == method  # and the command line's words for it say them all
+
+
+ASKED = {name: OTHER[name] for name in ("compare", "trains", "mu", "balance", "fade", "pass_on")}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_settings_of_the_state_are_refused_where_nobody_keeps_one(name: str) -> None:
+    method = ca.ClusterFormer(**{name: ASKED[name]})
+    x = tokens()
+    for given in (
+        lambda: Encoder(DIM, HEADS, 1, method),
+        lambda: EncoderLayer(DIM, HEADS, str(method)),
+        lambda: MultiheadAttention(DIM, HEADS, method)(x, x, x),
+        lambda: ca.nn.swap(torch.nn.TransformerEncoderLayer(DIM, HEADS, batch_first=True), method),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"without trained centroids and losses; got {name}=.*ClusterFormerEncoder"
+        ):
+            given()
+    start = ca.ClusterFormerState(torch.randn(3, DIM))
+    more = {"points": x, "state": start, "return_state": True}
+    assert MultiheadAttention(DIM, HEADS, method).attend(x, x, x, **more)[2].labels is not None  # here it is kept
+
+
+def test_the_other_settings_serve_everywhere() -> None:
+    rest = {name: value for name, value in OTHER.items() if name not in ASKED and name != "nu"}
+    method, x = ca.ClusterFormer(**rest, mu=0.0, nu=0.0), tokens()  # no losses are asked for, and none computed
+    assert Encoder(DIM, HEADS, 1, method)(x).isfinite().all()
+    assert len(ca.nn.swap(torch.nn.TransformerEncoderLayer(DIM, HEADS, batch_first=True), method).swapped) == 1
 
 
 @pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "ties", "spread", "affinity", "blocks"])
@@ -423,6 +461,44 @@ def test_models_keep_every_setting() -> None:
              for layer in stack.layers]  # fmt: skip
     assert len(found) == 2 + 3 + 3
     assert set(found) == {method}
+
+
+def test_a_trained_model_is_evaluated_with_the_settings_asked_for() -> None:
+    from clusterattn_papers.models import attending_with
+    from clusterattn_papers.models.tagger import Tagger
+    from clusterattn_papers.models.translator import Translator
+
+    torch.manual_seed(0)
+    trained = ca.ClusterFormer(clusters=3, mu=0.1)
+    tagger, ids = Tagger(5, 5, trained, dim=12, heads=3, layers=2).eval(), torch.arange(40).view(2, 20) % 5
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    stack = tagger.stack.layers
+    with torch.no_grad():
+        before = tagger(ids, mask)
+    other = ca.ClusterFormer(mu=0.7, nu=0.1, blocks=1)
+    with attending_with(tagger, other):
+        assert stack.clustering == other
+        found = tagger(ids, mask)
+    assert not torch.allclose(found.logits, before.logits)
+    weighted = []
+    for method in (trained, "clusterformer:clusters=3,mu=0.7"):
+        with attending_with(tagger, method):
+            weighted.append(tagger(ids, mask).auxiliary.detach())
+    assert weighted[0] != weighted[1]
+    assert stack.clustering == trained
+    assert torch.equal(tagger(ids, mask).logits, before.logits)
+    for given in ("exact", "clusterformer:clusters=4", "clusterformer:clusters=3,pass_on=false"):
+        with (
+            pytest.raises(ValueError, match="trained centroids: clusters=3, pass_on=True"),
+            attending_with(tagger, given),
+        ):
+            pass
+    plain = Translator(9, "exact", dim=12, heads=3, layers=1)
+    with pytest.raises(ValueError, match="got trains='all'"), attending_with(plain, "clusterformer:trains=all"):
+        pass
+    with attending_with(plain, "local:window=3"):
+        assert [str(each.attention.method) for each in plain.decoder.layers] == ["local:window=3"]
+        assert [str(each.cross.method) for each in plain.decoder.layers] == ["exact"]
 
 
 def test_rows_from_before_the_readings_are_still_shown() -> None:
