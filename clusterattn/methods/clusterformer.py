@@ -137,7 +137,7 @@ class ClusterFormer(Method):
         recorded = torch.is_grad_enabled() and (points.requires_grad or self.balance > 0)
         with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
             alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
-        labels = self._labels(alike, alive)  # (b g n), eq. 4
+        labels = self._labels(alike, None if call.state is not None else alive)  # (b g n), eq. 4
         order = tables.valid_first(self._ranked(labels), valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
         most = self._count(centroids.shape[2] if call.state is not None else None, n)
@@ -192,7 +192,7 @@ class ClusterFormer(Method):
             points = cut(points, g)
             if not _full(call):
                 points = torch.where(valid[:, None, :, None], points, 0.0)
-        return spread_out(points, valid) if self.spread else points
+        return spread_out(points, None if _full(call) else valid) if self.spread else points
 
     def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """(b g c y) from the state, or some of the points themselves; and which of them are alive (b c)."""
@@ -235,11 +235,11 @@ class ClusterFormer(Method):
             alike = alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4)
         return alike, lengths
 
-    def _labels(self, alike: Tensor, alive: Tensor) -> Tensor:
+    def _labels(self, alike: Tensor, alive: Tensor | None) -> Tensor:
         alike = alike.detach()
         if self.assign == "share":  # log U (eq. 2): normalised over the tokens, for each centroid
             alike = alike - alike.logsumexp(-1, keepdim=True)
-        return alike.masked_fill(~alive[:, None, :, None], float("-inf")).argmax(2)
+        return (alike if alive is None else alike.masked_fill(~alive[:, None, :, None], float("-inf"))).argmax(2)
 
     def clusters_of(self, points: Tensor, centroids: Tensor, valid: Tensor) -> Tensor:
         """The cluster of every token (b g n), by eqs. 2 and 4 alone; padding has any.
@@ -250,7 +250,7 @@ class ClusterFormer(Method):
             valid: bool (b n), True = a real token
         """
         alike, _ = self._alike(points, self.unit(centroids), valid)
-        return self._labels(alike, torch.ones_like(centroids[:, 0, :, 0], dtype=torch.bool))
+        return self._labels(alike, None)
 
     def _ranked(self, labels: Tensor) -> Tensor:
         """What tokens are sorted by (b g n): their clusters, and among equals their place in the sequence, which every
@@ -278,7 +278,7 @@ class ClusterFormer(Method):
     ) -> ClusterFormerState:  # fmt: skip
         b, g, c, _ = centroids.shape
         if alike.requires_grad or not centroids.requires_grad:
-            updated = summed(share_of(alike, counted), lengths, points)
+            updated = summed(share_of(alike, counted, lengths), points)
         else:
             updated = _Updated.apply(centroids, alike, self.sharpness, counted, lengths, points)  # type: ignore[no-untyped-call]
         new = self.unit(updated)  # eq. 3
@@ -292,7 +292,9 @@ class ClusterFormer(Method):
         real = valid.sum(-1).clamp(min=1).unsqueeze(1)
         if self.mu:  # Σ_j φ(P_j, Ĉ of j's cluster) = Σ_c φ(Ĉ_c, Σ of its members): nothing as large as P
             members = marked.unsqueeze(2) == torch.arange(c, device=labels.device).view(-1, 1)
-            close = (compared * summed(members.to(alike.dtype), lengths, points)).sum((-1, -2)) / real
+            each = alike.new_ones(()) if lengths is None else lengths
+            within = summed(torch.where(members, each.to(points.dtype), 0.0), points)
+            close = (compared * within).sum((-1, -2)) / real
             clustering = -close.sum() * of_batch
         if self.nu:
             beside = (compared * compared.roll(1, 2)).sum(-1).mean(-1)
@@ -314,14 +316,18 @@ CHOICES = {
 }  # fmt: skip
 
 
-def share_of(alike: Tensor, counted: Tensor | None) -> Tensor:
-    """U (eq. 2), 0 for padding and for centroids that are not alive."""
-    return alike.softmax(-1) if counted is None else alike.softmax(-1) * counted
+def share_of(alike: Tensor, counted: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """U (eq. 2), 0 for padding and for centroids that are not alive; times ``lengths``, where they are given."""
+    share = alike.softmax(-1)
+    for factor in (counted, lengths):
+        if factor is not None:  # without a record of it, in place: shares are as large as the points
+            share = share * factor if share.requires_grad else share.mul_(factor)
+    return share
 
 
-def summed(weights: Tensor, lengths: Tensor | None, points: Tensor) -> Tensor:
-    """Σ_j weights_cj P_j (b g c y); of unit vectors where ``lengths``, one over theirs, are given."""
-    return wide((weights if lengths is None else weights * lengths).to(points.dtype) @ points)
+def summed(weights: Tensor, points: Tensor) -> Tensor:
+    """Σ_j weights_cj P_j (b g c y)."""
+    return wide(weights.to(points.dtype) @ points)
 
 
 class _Updated(torch.autograd.Function):
@@ -335,7 +341,7 @@ class _Updated(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(centroids, counted, lengths, points)
         ctx.sharpness = sharpness
-        return summed(share_of(alike, counted), lengths, points)
+        return summed(share_of(alike, counted, lengths), points)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -345,11 +351,14 @@ class _Updated(torch.autograd.Function):
         if counted is not None:
             alike = alike.masked_fill(~counted.any(2, keepdim=True), torch.finfo(alike.dtype).min / 4)
         share = alike.softmax(-1)
-        wanted = wide(grad.to(points.dtype) @ points.mT)
-        wanted = wanted if lengths is None else wanted * lengths
-        wanted = wanted if counted is None else wanted * counted
-        inner = share * (wanted - (wanted * share).sum(-1, keepdim=True))
-        return ((inner * factor).to(points.dtype) @ points).to(centroids.dtype), None, None, None, None, None
+        del alike  # as large as the points, like every step below: one name, so that each is let go of
+        x = wide(grad.to(points.dtype) @ points.mT)
+        x = x if lengths is None else x * lengths
+        x = x if counted is None else x * counted
+        x = x - (x * share).sum(-1, keepdim=True)
+        x = x * share
+        x = (x * factor).to(points.dtype)
+        return (x @ points).to(centroids.dtype), None, None, None, None, None
 
 
 def _full(call: Call) -> bool:
@@ -363,13 +372,16 @@ def cut(x: Tensor, parts: int) -> Tensor:
     return x.reshape(b, n, parts, width // parts).transpose(1, 2)
 
 
-def spread_out(points: Tensor, valid: Tensor) -> Tensor:
-    """Mean 0 and variance 1 of every feature over the real tokens of a sequence; padding stays zero."""
-    real = valid[:, None, :, None]
-    count = real.sum(2, keepdim=True).clamp(min=1)
-    centred = (wide(points) - wide(points).sum(2, keepdim=True) / count) * real
-    variance = centred.square().sum(2, keepdim=True) / count
-    return (centred * (variance + 1e-5).rsqrt()).to(points.dtype)
+def spread_out(points: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean 0 and variance 1 of every feature over the real tokens of a sequence; padding is zero, and stays it.
+
+    Widened once: one such tensor is kept for the backward, and gradients meet before they are rounded."""
+    x, real = wide(points), None if valid is None else valid[:, None, :, None]
+    count = max(x.shape[2], 1) if real is None else real.sum(2, keepdim=True).clamp(min=1)
+    x = x - x.sum(2, keepdim=True) / count
+    x = x if real is None else x * real
+    variance: Tensor = torch.linalg.vector_norm(x, dim=2, keepdim=True).square() / count
+    return (x * (variance + 1e-5).rsqrt()).to(points.dtype)
 
 
 def _root(n: int) -> int:

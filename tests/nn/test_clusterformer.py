@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any
 
 import laws
@@ -11,8 +12,10 @@ import pytest
 import torch
 from laws import close, draw, padded, same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import clusterattn as ca
+from clusterattn._checks import checked_call, with_extras
 from clusterattn.nn import (
     ClusterFormerEncoder,
     Decoder,
@@ -195,6 +198,43 @@ def test_losses_that_train_the_centroids_keep_no_more_than_the_points() -> None:
         _, state = x.attend(ca.ClusterFormer(clusters=20), points=points, state=start, return_state=True)
     assert state.clustering_loss.requires_grad
     assert sum(kept.values()) < 1.6 * n * dim * points.element_size()  # and a few tensors of the centroids' size
+
+
+class Held(TorchDispatchMode):
+    """How many bytes of tensors that were made inside lived at once."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.before = {each.untyped_storage().data_ptr() for each in given}
+        self.living: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            room = each.untyped_storage() if isinstance(each, Tensor) else None
+            if room is not None and room.data_ptr() not in {*self.living, *self.before}:
+                self.living[room.data_ptr()] = room.nbytes()
+                weakref.finalize(room, self.living.pop, room.data_ptr(), None)
+        self.most = max(self.most, sum(self.living.values()))
+        return found
+
+
+@pytest.mark.parametrize(("trains", "forward", "backward"), [("centroids", 4, 5), ("all", 7, 8)])
+def test_losses_hold_few_tensors_of_the_size_of_the_shares_at_once(trains: str, forward: int, backward: int) -> None:
+    n, c, heads = 512, 16, 4  # as many clusters as features of a head: shares are as large as the points
+    x = draw(b=1, n=n, m=n, h=heads, hk=heads)
+    points = torch.randn(1, n, heads * c, dtype=torch.float64, requires_grad=trains == "all")
+    start = torch.randn(c, heads * c, dtype=torch.float64, requires_grad=True)
+    method = ca.ClusterFormer(clusters=c, trains=trains)
+    call = checked_call(method, x.q, x.k, x.v, None, None, None, False, None, None, 0, "reference", points)
+    call = with_extras(call, method, x.q, x.k, None, 0.0, start, False, True)
+    size = points.untyped_storage().nbytes()
+    with Held(x.q, points, start) as held:
+        _, state = method.group(x.q, x.k, call)
+        assert held.most < forward * size
+        (state.clustering_loss + state.sorting_loss + state.centroids.sum()).backward()
+    assert held.most < backward * size
 
 
 def test_without_gradients_no_losses_are_computed() -> None:
