@@ -64,7 +64,8 @@ class ClusterFormer(Method):
         affinity: a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
             its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping. For
             encoders: causal calls too make memberships from the whole sequence, and the task learns to read ahead in
-            them
+            them. Every cluster is one more feature of queries and keys: kernels hold 256 of both together, and beyond
+            that the reference answers
         straight: another: answers are multiplied by 1, whose gradient is that of the token's largest membership
         mu: weight of the clustering loss L1 in the joint loss of the modules (eq. 17); with 0 it is not computed
         nu: weight of the sorting loss L2 there

@@ -323,14 +323,16 @@ def test_straight_changes_no_answer_and_trains_the_grouping(scope: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("scope", "hk"), [("head", 4), ("head", 2), ("shared", 2)])
-def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("scope", "hk", "clusters"), [("head", 4, 2), ("head", 2, 2), ("shared", 2, 2), ("head", 2, 260)]
+)
+def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, clusters: int, causal: bool) -> None:
     """One block for all: exact attention whose logits have 3 A_i · A_j added."""
     x = draw(n=22, m=22, h=4, hk=hk)
     g = torch.Generator().manual_seed(6)
     points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64)
-    start = torch.randn(2, 12, generator=g, dtype=torch.float64)
-    method = ca.ClusterFormer(clusters=2, blocks=2, scope=scope, similarity="inner", affinity=3.0)
+    start = torch.randn(clusters, 12, generator=g, dtype=torch.float64)
+    method = ca.ClusterFormer(clusters=clusters, blocks=clusters, scope=scope, similarity="inner", affinity=3.0)
     out, lse = x.attend(method, points=points, state=start, causal=causal, return_lse=True)
     parts = 4 if scope == "head" else 1
     cut, centroids = points.unflatten(-1, (parts, -1)).transpose(1, 2), start.unflatten(-1, (parts, -1)).transpose(0, 1)
