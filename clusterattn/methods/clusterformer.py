@@ -173,7 +173,9 @@ class ClusterFormer(Method):
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
-        return 2 * n * c * d + n * min(self.blocks * -(-n // c), n) * (d + e)
+        signal = bool(self.affinity or self.straight)  # memberships are made once more, with a record of it
+        shown = d + c if self.affinity else d
+        return (2 + signal) * n * c * d + n * min(self.blocks * -(-n // c), n) * (shown + e)
 
     # ------------------------------------------------------------------ who belongs where
 
