@@ -113,13 +113,14 @@ def _grouping(name: str, points: Tensor, start: Tensor, state: ClusterFormerStat
     sizes = F.one_hot(labels.clamp(min=0), c).mul(valid.unsqueeze(-1)).sum(2).float()  # (b g c)
     share = sizes / sizes.sum(-1, keepdim=True).clamp(min=1)
     entropy = -(share * share.clamp(min=1e-12).log()).sum(-1)
-    same = (_in_double(seen, cut(start.expand(len(points), -1, -1), g), valid, method) == labels) & valid
+    same = _in_double(seen, cut(start.expand(len(points), -1, -1), g), valid, method) == labels
+    same |= valid.sum(-1, keepdim=True) == 1  # all of U is one token's: there is nothing to tell it from
     figures = (
         _alike(F.normalize(seen.float(), dim=-1), valid),
         _alike(F.normalize(cut(state.centroids.float(), g), dim=-1)),
         entropy.exp(),
         share.amax(-1),
-        same.sum(-1) / valid.sum(-1).clamp(min=1),
+        (same & valid).sum(-1) / valid.sum(-1).clamp(min=1),
     )
     there = valid.any(-1)  # sequences of padding alone tell nothing
     cosine, updated, used, largest, steady = (
@@ -143,7 +144,7 @@ def _alike(x: Tensor, valid: Tensor | None = None) -> Tensor:
     x = x if valid is None else x * valid.unsqueeze(-1)
     count = x.new_tensor(x.shape[2]) if valid is None else valid.sum(-1)
     own = x.square().sum((-1, -2))
-    return (x.sum(2).square().sum(-1) - own) / (own * (count - 1)).clamp(min=1e-12)
+    return (x.sum(2).square().sum(-1) - own) / (own * (count - 1).clamp(min=1)).clamp(min=1e-12)
 
 
 def warn_if_collapsed(seen: Sequence[Grouping]) -> bool:

@@ -395,13 +395,13 @@ def test_a_fresh_model_has_not_collapsed(layers: int, clusters: int, settings: d
     with torch.no_grad(), watched(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("error")
         model(tokens(), torch.arange(N) < torch.tensor([[N], [11]]))
+        model(tokens(), torch.arange(N) < torch.tensor([[1], [0]]))  # a token alone, and none at all
         assert not warn_if_collapsed(seen)
-    assert [each.trained is not None for each in seen] == [
-        at == 0 or not model.clustering.pass_on for at in range(layers)
-    ]
+    own = [at == 0 or not model.clustering.pass_on for at in range(layers)]
+    assert [each.trained is not None for each in seen] == own * 2
     assert all(each.steady == 1 for each in seen)
     if settings == FIRST and layers > 1:
-        assert seen[-1].centroids > COLLAPSED
+        assert seen[layers - 1].centroids > COLLAPSED
 
 
 def test_a_collapse_is_warned_of() -> None:
