@@ -212,6 +212,8 @@ def choose(
         chosen = Chosen(_named(method.for_host(host), names), method.exact_below, method.kind, planned=True)
     else:
         chosen = Chosen(dict.fromkeys(names, as_method(method)), usual[1])
+    for each in chosen.layers.values():
+        check_stateless(each)
     below = chosen.exact_below if exact_below is None else exact_below
     check_exact_below(below)
     return chosen._replace(exact_below=below)
@@ -231,6 +233,15 @@ def _named(plan: Plan, names: Sequence[str]) -> dict[str, LayerPlan]:
         wanted[alike[0]] = method
     others = dict.fromkeys(names, plan.layers[EVERY]) if EVERY in plan.layers else {}
     return {**others, **wanted}
+
+
+def check_stateless(given: LayerPlan) -> None:
+    """Refuse settings that would be dropped where methods keep no state from layer to layer and no losses."""
+    for each in (given,) if isinstance(given, Method) else given:
+        if lost := each.through_state():
+            advice = "nn.ClusterFormerEncoder or nn.Decoder, which have both, or leaving them out"
+            wanted = f"settings of {type(each).__name__} that act without trained centroids and losses"
+            raise bad_value(wanted, ", ".join(lost), advice)
 
 
 def check_exact_below(length: int) -> None:

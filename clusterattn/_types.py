@@ -222,6 +222,10 @@ class Method:
         """
         raise NotImplementedError
 
+    def through_state(self) -> list[str]:
+        """What was asked for that acts through the state alone: lost where nobody takes the state. As key=value."""
+        return []
+
     def at(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> Self:
         """This method with its open sizes filled in for a call of this shape (group: query heads of one key head).
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .._documents import Starts
 from .._layer_call import LayerCall
-from .._plan import LayerPlan, check_exact_below, is_plan
+from .._plan import LayerPlan, check_exact_below, check_stateless, is_plan
 from .._report import log_once
 from .._types import Method
 from ..methods import Exact, Refined
@@ -170,7 +170,9 @@ def by_config(module: torch.nn.Module) -> Stamp:
     check_exact_below(below)
     if isinstance(hint, dict):
         hint = {name: value for name, value in hint.items() if name != "exact_below"}
-    return Stamp("", as_method(hint or Refined()), below, self_attention=alone)
+    method = as_method(hint or Refined())
+    check_stateless(method)
+    return Stamp("", method, below, self_attention=alone)
 
 
 def _attend(

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from .._errors import bad_type, bad_value
-from .._plan import LayerPlan, Plan, check_exact_below, choose
+from .._plan import LayerPlan, Plan, check_exact_below, check_stateless, choose
 from .._report import LayerRow, text
 from ..methods import Exact, MethodSpec
 from ..methods import method as as_method
@@ -63,7 +63,9 @@ def register(
 
     Returns the counts of how calls are answered from now on; print them. Registering again replaces the settings.
     """
-    backend = _backend(as_method(method), min_length, exact_rows, joint, cross, None, CallCounts())
+    method = as_method(method)
+    check_stateless(method)
+    backend = _backend(method, min_length, exact_rows, joint, cross, None, CallCounts())
     names = _dispatch().AttentionBackendName
     member = names._value2member_map_.get(NAME) or _member(NAME)
     names._value2member_map_[NAME] = names._member_map_[member.name] = member

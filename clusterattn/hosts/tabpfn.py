@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._checks import FLOATS
 from .._errors import check_whole
+from .._plan import check_stateless
 from .._types import Method
 from ..methods import MethodSpec
 from ..methods import method as as_method
@@ -80,7 +81,9 @@ def register(method: MethodSpec = METHOD, *, min_rows: int = MIN_ROWS, min_dim: 
     Rows are grouped together, so the answer for a test row depends a little on the other rows of its batch.
     """
     check_whole("register", min_rows=min_rows, min_dim=min_dim)
-    backend = TabpfnBackend(as_method(method), min_rows, min_dim)
+    method = as_method(method)
+    check_stateless(method)
+    backend = TabpfnBackend(method, min_rows, min_dim)
     unregister()
     _registry().register_attention_backend(backend)
     return backend.served

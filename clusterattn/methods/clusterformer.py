@@ -64,7 +64,8 @@ class ClusterFormer(Method):
         affinity: a signal from the task, not in the paper: a token's shares U, made to sum to 1 over the centroids, are
             its memberships A; logits get affinity · A_i · A_j added, through which the task trains the grouping. For
             encoders: causal calls too make memberships from the whole sequence, and the task learns to read ahead in
-            them
+            them. Every cluster is one more feature of queries and keys: kernels hold 256 of both together, and beyond
+            that the reference answers
         straight: another: answers are multiplied by 1, whose gradient is that of the token's largest membership
         mu: weight of the clustering loss L1 in the joint loss of the modules (eq. 17); with 0 it is not computed
         nu: weight of the sorting loss L2 there
@@ -117,6 +118,11 @@ class ClusterFormer(Method):
         """Does anything train the grouping? Else its gradients are not recorded."""
         return bool(self.mu or self.nu or self.balance or self.affinity or self.straight)
 
+    def through_state(self) -> list[str]:
+        """Settings of the losses, and of the centroids that are trained. A weight of 0 asks for nothing."""
+        changed = [name for name in OF_STATE if getattr(self, name) != getattr(ClusterFormer, name)]
+        return [f"{name}={getattr(self, name)!r}" for name in changed if getattr(self, name) or name == "pass_on"]
+
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns and call.keep_state):
             return self._group(q, call)
@@ -132,7 +138,7 @@ class ClusterFormer(Method):
         recorded = torch.is_grad_enabled() and (points.requires_grad or self.balance > 0)
         with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
             alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
-        labels = self._labels(alike, alive)  # (b g n), eq. 4
+        labels = self._labels(alike, None if call.state is not None else alive)  # (b g n), eq. 4
         order = tables.valid_first(self._ranked(labels), valid.unsqueeze(1))  # eq. 5, stable
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
         most = self._count(centroids.shape[2] if call.state is not None else None, n)
@@ -167,7 +173,9 @@ class ClusterFormer(Method):
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
-        return 2 * n * c * d + n * min(self.blocks * -(-n // c), n) * (d + e)
+        signal = bool(self.affinity or self.straight)  # memberships are made once more, with a record of it
+        shown = d + c if self.affinity else d
+        return (2 + signal) * n * c * d + n * min(self.blocks * -(-n // c), n) * (shown + e)
 
     # ------------------------------------------------------------------ who belongs where
 
@@ -187,7 +195,7 @@ class ClusterFormer(Method):
             points = cut(points, g)
             if not _full(call):
                 points = torch.where(valid[:, None, :, None], points, 0.0)
-        return spread_out(points, valid) if self.spread else points
+        return spread_out(points, None if _full(call) else valid) if self.spread else points
 
     def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """(b g c y) from the state, or some of the points themselves; and which of them are alive (b c)."""
@@ -197,16 +205,21 @@ class ClusterFormer(Method):
             wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
             drawn = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
             rows = drawn.clamp(min=0)[:, None, :, None].expand(b, g, most, y)
-            return self._unit(wide(points.gather(2, rows))), drawn >= 0
+            return self.unit(wide(points.gather(2, rows))), drawn >= 0
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != g * y:
             got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise bad_value(f"centroids (c {g * y}) or (b c {g * y})", got, "the state of the layer before")
         given = wide(given).to(wide(points).dtype).expand(b, -1, -1)
         alive = torch.ones(given.shape[:2], dtype=torch.bool, device=points.device)
-        return self._unit(cut(given, g)), alive
+        return self.unit(cut(given, g)), alive
 
-    def _unit(self, x: Tensor) -> Tensor:
+    def unit(self, x: Tensor) -> Tensor:
+        """Of length 1 where φ is the cosine.
+
+        Args:
+            x: centroids (… y)
+        """
         return torch.nn.functional.normalize(x, dim=-1) if self.similarity == "cosine" else x
 
     def _alike(self, points: Tensor, centroids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -225,11 +238,22 @@ class ClusterFormer(Method):
             alike = alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4)
         return alike, lengths
 
-    def _labels(self, alike: Tensor, alive: Tensor) -> Tensor:
+    def _labels(self, alike: Tensor, alive: Tensor | None) -> Tensor:
         alike = alike.detach()
         if self.assign == "share":  # log U (eq. 2): normalised over the tokens, for each centroid
             alike = alike - alike.logsumexp(-1, keepdim=True)
-        return alike.masked_fill(~alive[:, None, :, None], float("-inf")).argmax(2)
+        return (alike if alive is None else alike.masked_fill(~alive[:, None, :, None], float("-inf"))).argmax(2)
+
+    def clusters_of(self, points: Tensor, centroids: Tensor, valid: Tensor) -> Tensor:
+        """The cluster of every token (b g n), by eqs. 2 and 4 alone; padding has any.
+
+        Args:
+            points: as they are compared (b g n y)
+            centroids: (b g c y)
+            valid: bool (b n), True = a real token
+        """
+        alike, _ = self._alike(points, self.unit(centroids), valid)
+        return self._labels(alike, None)
 
     def _ranked(self, labels: Tensor) -> Tensor:
         """What tokens are sorted by (b g n): their clusters, and among equals their place in the sequence, which every
@@ -257,10 +281,10 @@ class ClusterFormer(Method):
     ) -> ClusterFormerState:  # fmt: skip
         b, g, c, _ = centroids.shape
         if alike.requires_grad or not centroids.requires_grad:
-            updated = summed(share_of(alike, counted), lengths, points)
+            updated = summed(share_of(alike, counted, lengths), points)
         else:
             updated = _Updated.apply(centroids, alike, self.sharpness, counted, lengths, points)  # type: ignore[no-untyped-call]
-        new = self._unit(updated)  # eq. 3
+        new = self.unit(updated)  # eq. 3
         marked = labels.masked_fill(~valid.unsqueeze(1), -1)
         kept = new.transpose(1, 2).flatten(2)
         if not torch.is_grad_enabled():
@@ -271,7 +295,9 @@ class ClusterFormer(Method):
         real = valid.sum(-1).clamp(min=1).unsqueeze(1)
         if self.mu:  # Σ_j φ(P_j, Ĉ of j's cluster) = Σ_c φ(Ĉ_c, Σ of its members): nothing as large as P
             members = marked.unsqueeze(2) == torch.arange(c, device=labels.device).view(-1, 1)
-            close = (compared * summed(members.to(alike.dtype), lengths, points)).sum((-1, -2)) / real
+            each = alike.new_ones(()) if lengths is None else lengths
+            within = summed(torch.where(members, each.to(points.dtype), 0.0), points)
+            close = (compared * within).sum((-1, -2)) / real
             clustering = -close.sum() * of_batch
         if self.nu:
             beside = (compared * compared.roll(1, 2)).sum(-1).mean(-1)
@@ -286,20 +312,25 @@ class ClusterFormer(Method):
         return ClusterFormerState(kept, clustering, sorting, uneven, marked)
 
 
+OF_STATE = ("compare", "trains", "mu", "nu", "balance", "fade", "pass_on")
 CHOICES = {
     "scope": ("head", "shared"), "similarity": ("cosine", "inner"), "assign": ("share", "similarity"),
     "compare": ("updated", "given"), "trains": ("centroids", "map", "all"), "ties": ("forward", "turns"),
 }  # fmt: skip
 
 
-def share_of(alike: Tensor, counted: Tensor | None) -> Tensor:
-    """U (eq. 2), 0 for padding and for centroids that are not alive."""
-    return alike.softmax(-1) if counted is None else alike.softmax(-1) * counted
+def share_of(alike: Tensor, counted: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """U (eq. 2), 0 for padding and for centroids that are not alive; times ``lengths``, where they are given."""
+    share = alike.softmax(-1)
+    for factor in (counted, lengths):
+        if factor is not None:  # without a record of it, in place: shares are as large as the points
+            share = share * factor if share.requires_grad else share.mul_(factor)
+    return share
 
 
-def summed(weights: Tensor, lengths: Tensor | None, points: Tensor) -> Tensor:
-    """Σ_j weights_cj P_j (b g c y); of unit vectors where ``lengths``, one over theirs, are given."""
-    return wide((weights if lengths is None else weights * lengths).to(points.dtype) @ points)
+def summed(weights: Tensor, points: Tensor) -> Tensor:
+    """Σ_j weights_cj P_j (b g c y)."""
+    return wide(weights.to(points.dtype) @ points)
 
 
 class _Updated(torch.autograd.Function):
@@ -313,7 +344,7 @@ class _Updated(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(centroids, counted, lengths, points)
         ctx.sharpness = sharpness
-        return summed(share_of(alike, counted), lengths, points)
+        return summed(share_of(alike, counted, lengths), points)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -323,11 +354,14 @@ class _Updated(torch.autograd.Function):
         if counted is not None:
             alike = alike.masked_fill(~counted.any(2, keepdim=True), torch.finfo(alike.dtype).min / 4)
         share = alike.softmax(-1)
-        wanted = wide(grad.to(points.dtype) @ points.mT)
-        wanted = wanted if lengths is None else wanted * lengths
-        wanted = wanted if counted is None else wanted * counted
-        inner = share * (wanted - (wanted * share).sum(-1, keepdim=True))
-        return ((inner * factor).to(points.dtype) @ points).to(centroids.dtype), None, None, None, None, None
+        del alike  # as large as the points, like every step below: one name, so that each is let go of
+        x = wide(grad.to(points.dtype) @ points.mT)
+        x = x if lengths is None else x * lengths
+        x = x if counted is None else x * counted
+        x = x - (x * share).sum(-1, keepdim=True)
+        x = x * share
+        x = (x * factor).to(points.dtype)
+        return (x @ points).to(centroids.dtype), None, None, None, None, None
 
 
 def _full(call: Call) -> bool:
@@ -341,13 +375,16 @@ def cut(x: Tensor, parts: int) -> Tensor:
     return x.reshape(b, n, parts, width // parts).transpose(1, 2)
 
 
-def spread_out(points: Tensor, valid: Tensor) -> Tensor:
-    """Mean 0 and variance 1 of every feature over the real tokens of a sequence; padding stays zero."""
-    real = valid[:, None, :, None]
-    count = real.sum(2, keepdim=True).clamp(min=1)
-    centred = (wide(points) - wide(points).sum(2, keepdim=True) / count) * real
-    variance = centred.square().sum(2, keepdim=True) / count
-    return (centred * (variance + 1e-5).rsqrt()).to(points.dtype)
+def spread_out(points: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean 0 and variance 1 of every feature over the real tokens of a sequence; padding is zero, and stays it.
+
+    Widened once: one such tensor is kept for the backward, and gradients meet before they are rounded."""
+    x, real = wide(points), None if valid is None else valid[:, None, :, None]
+    count = max(x.shape[2], 1) if real is None else real.sum(2, keepdim=True).clamp(min=1)
+    x = x - x.sum(2, keepdim=True) / count
+    x = x if real is None else x * real
+    variance: Tensor = torch.linalg.vector_norm(x, dim=2, keepdim=True).square() / count
+    return (x * (variance + 1e-5).rsqrt()).to(points.dtype)
 
 
 def _root(n: int) -> int:

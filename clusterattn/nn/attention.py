@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._attention import attention
 from .._errors import bad_type, bad_value, check_whole
-from .._plan import check_exact_below
+from .._plan import check_exact_below, check_stateless
 from .._report import log_once
 from .._types import Method
 from ..methods import Exact, MethodSpec, Routing
@@ -68,8 +68,8 @@ class MultiheadAttention(nn.Module):
 
     With Routing the module owns the centroids (a buffer, moved in training mode only) and leaves the
     commitment loss of its last training forward in ``auxiliary_loss`` (None with other methods); 1e-4 is
-    the published weight for it. ClusterFormer starts from the data in every call here; its trained
-    centroids belong to ``ClusterFormerEncoder``.
+    the published weight for it. ClusterFormer starts from the data in every call here; its trained centroids and losses
+    belong to ``ClusterFormerEncoder``, and ``forward`` refuses settings that act through them alone.
     """
 
     # torch's transformer layers and encoders look at these before they take a fast path that would skip
@@ -218,6 +218,7 @@ class MultiheadAttention(nn.Module):
         """
         if query.is_nested:
             raise bad_value("padded tensors and masks", "a nested tensor", "query.to_padded_tensor(0.0)")
+        check_stateless(self.method)  # a layer that keeps the state calls ``attend``
         alone, self_attention = query.dim() == 2, query is key
         tokens = 0 if alone or not self.batch_first else 1
         short = min(query.shape[tokens], key.shape[tokens]) < self.exact_below

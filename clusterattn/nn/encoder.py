@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import bad_value, check_choice, check_whole
+from .._plan import check_stateless
 from ..methods import MethodSpec
 from .attention import MultiheadAttention
 
@@ -104,8 +105,13 @@ class EncoderLayer(Frame):
         dtype: of the weights
         options: of ``MultiheadAttention``: kv_heads, shared_qk, causal, bias, seed
 
-    and the options of MultiheadAttention: kv_heads, shared_qk, causal, bias, seed.
+    and the options of MultiheadAttention: kv_heads, shared_qk, causal, bias, seed. Settings of ClusterFormer's trained
+    centroids and losses are refused: they are ``ClusterFormerEncoder``'s.
     """
+
+    def __init__(self, embed_dim: int, heads: int, method: MethodSpec = "refined", **options: Any) -> None:
+        super().__init__(embed_dim, heads, method, **options)
+        check_stateless(self.attention.method)
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """x (b n embed_dim); key_mask (b n) bool, True = a real token, as in ``ca.attention``.

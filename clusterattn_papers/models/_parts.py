@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from clusterattn._errors import bad_value
+from clusterattn._plan import check_stateless
 from clusterattn.methods import ClusterFormer, MethodSpec
 from clusterattn.methods import method as as_method
 from clusterattn.nn import COMMITMENT, ClusterFormerEncoder, Encoder, MultiheadAttention
+from clusterattn.nn.clusterformer import NeuralClusters
+from clusterattn.nn.decoder import DecoderLayer
 
 
 class Answer(NamedTuple):
@@ -82,15 +85,30 @@ def attentions(model: nn.Module) -> list[MultiheadAttention]:
 
 @contextlib.contextmanager
 def attending_with(model: nn.Module, method: MethodSpec) -> Iterator[None]:
-    """Evaluate a trained model with another attention, without touching its weights (not ClusterFormer's centroids)."""
-    chosen, found = as_method(method), attentions(model)
+    """Evaluate a trained model with another attention, without touching its weights; cross-attention stays as it is.
+
+    Layers that ClusterFormer trained group by their centroids: they take its other settings, but no other method.
+    """
+    chosen, crossing = as_method(method), {each.cross for each in model.modules() if isinstance(each, DecoderLayer)}
+    found: list[Any] = [each for each in attentions(model) if each not in crossing]
+    stacks: list[Any] = [
+        each for each in model.modules() if isinstance(each, NeuralClusters) and each.centroids is not None
+    ]
     if chosen.name == "reformer" and any(each.k_proj is not None for each in found):
         raise bad_value("a model trained with shared queries and keys", "keys of their own", "shared_qk=True")
-    before = [each.method for each in found]
+    if not stacks:
+        check_stateless(chosen)
+    for trained in {each.clustering for each in stacks}:
+        alike = isinstance(chosen, ClusterFormer) and chosen.pass_on == trained.pass_on
+        if not alike or vars(chosen)["clusters"] not in (None, trained.clusters):
+            wanted = f"ClusterFormer with the trained centroids: clusters={trained.clusters}, pass_on={trained.pass_on}"
+            raise bad_value(wanted, str(chosen), f"method={str(trained)!r}, or a model that was trained otherwise")
+    before = [(each, "method", each.method) for each in found]
+    before += [(each, "clustering", each.clustering) for each in stacks]
     try:
-        for each in found:
-            each.method = chosen
+        for each, name, _ in before:
+            setattr(each, name, chosen)
         yield
     finally:
-        for each, old in zip(found, before, strict=True):
-            each.method = old
+        for each, name, old in before:
+            setattr(each, name, old)

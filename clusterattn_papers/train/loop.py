@@ -273,8 +273,9 @@ class _Training:
             self.task.loss(self.plain, moved(self.task.collate(examples), self.accelerator.device))
         if not self.warned:
             self.warned = warn_if_collapsed(seen)
-        names = ("points", "centroids", "used", "largest")
-        return {"groupings": {name: [round(getattr(each, name), 3) for each in seen] for name in names}}
+        names = ("points", "centroids", "used", "largest", "steady", "trained")
+        figures = {name: [getattr(each, name) for each in seen] for name in names}
+        return {"groupings": {name: [each and round(each, 3) for each in row] for name, row in figures.items()}}
 
     def _gain(self, figures: Figures) -> float:
         value = figures[self.task.figure]

@@ -260,6 +260,16 @@ def test_the_registered_name_honours_what_methods_cannot(name: str) -> None:
     close(answers(model, batch, kept), wanted)
 
 
+def test_settings_that_no_swapped_model_could_honour_are_refused() -> None:
+    model, (batch, _) = tiny.make("bert"), tiny.inputs("bert")
+    with pytest.raises(ValueError, match=r"without trained centroids and losses; got balance=0\.1"):
+        ca.hf.swap(model, "clusterformer:balance=0.1")
+    model.set_attn_implementation("clusterattn")
+    model.config.clusterattn = "clusterformer:balance=0.1"
+    with pytest.raises(ValueError, match=r"without trained centroids and losses; got balance=0\.1"):
+        model(**batch)
+
+
 def test_what_is_known_only_in_a_call_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny.make("llama")
     ids = tiny.tokens((40,))["input_ids"]

@@ -152,6 +152,8 @@ def test_conditioning_rows_are_exact(rows: int) -> None:
 def test_settings_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="wanted exact_below a whole number"):
         D.register(METHOD, min_length=-1)
+    with pytest.raises(ValueError, match="without trained centroids and losses"):
+        D.register("clusterformer:balance=0.1")
     with pytest.raises(ValueError, match="wanted exact_rows a whole number"):
         D.register(METHOD, exact_rows=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="wanted a method"):

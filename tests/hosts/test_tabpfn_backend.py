@@ -149,6 +149,8 @@ def test_registering_again_replaces_the_settings() -> None:
     ]
     with pytest.raises(ValueError, match="wanted a method"):
         T.register("nothing")
+    with pytest.raises(ValueError, match="without trained centroids and losses"):
+        T.register("clusterformer:balance=0.1")
     with pytest.raises(ValueError, match="min_rows=a whole number >= 1"):
         T.register(min_rows=0)
 

@@ -323,7 +323,8 @@ def test_causal_calls_cost_what_they_multiply(
 @pytest.mark.parametrize(
     ("method", "empty"),
     [(ca.Local(window=16), 0.0), (ca.Smyrf(rounds=2, q_seats=16, k_seats=16), 0.0), (ca.Reformer(chunk=16), 0.0),
-     (ca.ClusterFormer(clusters=4), 0.0), (ca.Routing(window=32), 0.3)],
+     (ca.ClusterFormer(clusters=4), 0.0), (ca.ClusterFormer(clusters=4, affinity=2.0), 0.0),
+     (ca.Routing(window=32), 0.3)],
     ids=lambda given: getattr(given, "name", ""),
 )  # fmt: skip
 def test_buckets_cost_what_they_multiply(method: Any, empty: float, causal: bool) -> None:

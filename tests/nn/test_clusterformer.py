@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from typing import Any
 
 import laws
@@ -11,9 +12,21 @@ import pytest
 import torch
 from laws import close, draw, padded, same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import clusterattn as ca
-from clusterattn.nn import ClusterFormerEncoder, Decoder, Grouping, warn_if_collapsed, watched
+from clusterattn._checks import checked_call, with_extras
+from clusterattn.nn import (
+    ClusterFormerEncoder,
+    Decoder,
+    Encoder,
+    EncoderLayer,
+    Grouping,
+    MultiheadAttention,
+    warn_if_collapsed,
+    watched,
+)
+from clusterattn.nn.watch import COLLAPSED, STEADY
 
 DIM, HEADS, N = 12, 3, 20
 FIRST = {"scope": "shared", "trains": "all"}  # the first reading of this project
@@ -99,6 +112,35 @@ def test_modules_keep_every_setting() -> None:
     assert ca.method(str(method)) == method  # and the command line's words for it say them all
 
 
+ASKED = {name: OTHER[name] for name in ("compare", "trains", "mu", "balance", "fade", "pass_on")}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_settings_of_the_state_are_refused_where_nobody_keeps_one(name: str) -> None:
+    method = ca.ClusterFormer(**{name: ASKED[name]})
+    x = tokens()
+    for given in (
+        lambda: Encoder(DIM, HEADS, 1, method),
+        lambda: EncoderLayer(DIM, HEADS, str(method)),
+        lambda: MultiheadAttention(DIM, HEADS, method)(x, x, x),
+        lambda: ca.nn.swap(torch.nn.TransformerEncoderLayer(DIM, HEADS, batch_first=True), method),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"without trained centroids and losses; got {name}=.*ClusterFormerEncoder"
+        ):
+            given()
+    start = ca.ClusterFormerState(torch.randn(3, DIM))
+    more = {"points": x, "state": start, "return_state": True}
+    assert MultiheadAttention(DIM, HEADS, method).attend(x, x, x, **more)[2].labels is not None  # here it is kept
+
+
+def test_the_other_settings_serve_everywhere() -> None:
+    rest = {name: value for name, value in OTHER.items() if name not in ASKED and name != "nu"}
+    method, x = ca.ClusterFormer(**rest, mu=0.0, nu=0.0), tokens()  # no losses are asked for, and none computed
+    assert Encoder(DIM, HEADS, 1, method)(x).isfinite().all()
+    assert len(ca.nn.swap(torch.nn.TransformerEncoderLayer(DIM, HEADS, batch_first=True), method).swapped) == 1
+
+
 @pytest.mark.parametrize("name", ["scope", "similarity", "sharpness", "assign", "ties", "spread", "affinity", "blocks"])
 def test_a_setting_changes_what_an_encoder_answers(name: str) -> None:
     x = tokens()
@@ -156,6 +198,43 @@ def test_losses_that_train_the_centroids_keep_no_more_than_the_points() -> None:
         _, state = x.attend(ca.ClusterFormer(clusters=20), points=points, state=start, return_state=True)
     assert state.clustering_loss.requires_grad
     assert sum(kept.values()) < 1.6 * n * dim * points.element_size()  # and a few tensors of the centroids' size
+
+
+class Held(TorchDispatchMode):
+    """How many bytes of tensors that were made inside lived at once."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.before = {each.untyped_storage().data_ptr() for each in given}
+        self.living: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            room = each.untyped_storage() if isinstance(each, Tensor) else None
+            if room is not None and room.data_ptr() not in {*self.living, *self.before}:
+                self.living[room.data_ptr()] = room.nbytes()
+                weakref.finalize(room, self.living.pop, room.data_ptr(), None)
+        self.most = max(self.most, sum(self.living.values()))
+        return found
+
+
+@pytest.mark.parametrize(("trains", "forward", "backward"), [("centroids", 4, 5), ("all", 7, 8)])
+def test_losses_hold_few_tensors_of_the_size_of_the_shares_at_once(trains: str, forward: int, backward: int) -> None:
+    n, c, heads = 512, 16, 4  # as many clusters as features of a head: shares are as large as the points
+    x = draw(b=1, n=n, m=n, h=heads, hk=heads)
+    points = torch.randn(1, n, heads * c, dtype=torch.float64, requires_grad=trains == "all")
+    start = torch.randn(c, heads * c, dtype=torch.float64, requires_grad=True)
+    method = ca.ClusterFormer(clusters=c, trains=trains)
+    call = checked_call(method, x.q, x.k, x.v, None, None, None, False, None, None, 0, "reference", points)
+    call = with_extras(call, method, x.q, x.k, None, 0.0, start, False, True)
+    size = points.untyped_storage().nbytes()
+    with Held(x.q, points, start) as held:
+        _, state = method.group(x.q, x.k, call)
+        assert held.most < forward * size
+        (state.clustering_loss + state.sorting_loss + state.centroids.sum()).backward()
+    assert held.most < backward * size
 
 
 def test_without_gradients_no_losses_are_computed() -> None:
@@ -244,14 +323,16 @@ def test_straight_changes_no_answer_and_trains_the_grouping(scope: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("scope", "hk"), [("head", 4), ("head", 2), ("shared", 2)])
-def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("scope", "hk", "clusters"), [("head", 4, 2), ("head", 2, 2), ("shared", 2, 2), ("head", 2, 260)]
+)
+def test_affinity_adds_the_product_of_memberships(scope: str, hk: int, clusters: int, causal: bool) -> None:
     """One block for all: exact attention whose logits have 3 A_i · A_j added."""
     x = draw(n=22, m=22, h=4, hk=hk)
     g = torch.Generator().manual_seed(6)
     points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64)
-    start = torch.randn(2, 12, generator=g, dtype=torch.float64)
-    method = ca.ClusterFormer(clusters=2, blocks=2, scope=scope, similarity="inner", affinity=3.0)
+    start = torch.randn(clusters, 12, generator=g, dtype=torch.float64)
+    method = ca.ClusterFormer(clusters=clusters, blocks=clusters, scope=scope, similarity="inner", affinity=3.0)
     out, lse = x.attend(method, points=points, state=start, causal=causal, return_lse=True)
     parts = 4 if scope == "head" else 1
     cut, centroids = points.unflatten(-1, (parts, -1)).transpose(1, 2), start.unflatten(-1, (parts, -1)).transpose(0, 1)
@@ -306,16 +387,74 @@ def test_decoders_are_watched_too() -> None:
     assert [each.clusters for each in seen] == [3]
 
 
-def test_a_collapse_is_warned_of() -> None:
-    model = encoder()
-    with torch.no_grad(), watched(model) as seen:
-        model(tokens())
-    with warnings.catch_warnings():
+@pytest.mark.parametrize("settings", [{}, {"similarity": "inner"}, FIRST, {"pass_on": False}, {"spread": True}])
+@pytest.mark.parametrize(("layers", "clusters"), [(1, 1), (1, 2), (3, 4)])
+def test_a_fresh_model_has_not_collapsed(layers: int, clusters: int, settings: dict[str, Any]) -> None:
+    """Its updated centroids may well be near: U is flat. What they differ by still sorts, and says where."""
+    model = encoder(layers, clusters, **settings)
+    with torch.no_grad(), watched(model) as seen, warnings.catch_warnings():
         warnings.simplefilter("error")
+        model(tokens(), torch.arange(N) < torch.tensor([[N], [11]]))
+        model(tokens(), torch.arange(N) < torch.tensor([[1], [0]]))  # a token alone, and none at all
         assert not warn_if_collapsed(seen)
-    gone = Grouping("layers.1", 4, 0.98, 0.99, 3.1, 0.5)
-    with pytest.warns(UserWarning, match=r"1 of 3 ClusterFormer layers has collapsed.*layers\.1.*0\.98"):
-        assert warn_if_collapsed([*seen, gone])
+    own = [at == 0 or not model.clustering.pass_on for at in range(layers)]
+    assert [each.trained is not None for each in seen] == own * 2
+    assert all(each.steady == 1 for each in seen)
+    if settings == FIRST and layers > 1:
+        assert seen[layers - 1].centroids > COLLAPSED
+
+
+def test_a_collapse_is_warned_of() -> None:
+    seen = [
+        Grouping("layers.0", 4, 0.1, 0.99, 3.9, 0.3, 1.0, 0.2),
+        Grouping("layers.1", 4, 0.98, 0.9, 3.1, 0.5, 1.0, None),
+    ]
+    with pytest.warns(UserWarning, match=r"1 of 2 ClusterFormer layers has collapsed.*layers\.1.*0\.98"):
+        assert warn_if_collapsed(seen)
+
+
+@pytest.mark.parametrize("compare", ["updated", "given"])
+def test_the_sorting_loss_alone_makes_one_vector_of_the_centroids_and_the_watch_sees_it(compare: str) -> None:
+    model = encoder(mu=0.0, nu=1.0, compare=compare)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    for step in range(80):
+        _, losses = model(tokens(step, b=8))
+        optimizer.zero_grad()
+        model.joint_loss(torch.zeros(()), losses).backward()
+        optimizer.step()
+    with torch.no_grad(), watched(model) as seen:
+        model(tokens(99, b=8))
+    assert seen[0].points < 0.2
+    assert seen[0].trained > COLLAPSED
+    with pytest.warns(UserWarning, match="collapsed"):
+        assert warn_if_collapsed(seen)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "inner"])
+def test_equal_centroids_tell_nothing_apart(similarity: str) -> None:
+    model = encoder(layers=1, similarity=similarity)
+    with torch.no_grad(), watched(model) as seen:
+        model.centroids.copy_(model.centroids[:1].expand(4, -1))
+        model(tokens())
+        model.centroids.mul_(torch.tensor([[1.0], [2.0], [4.0], [8.0]]))  # which the inner product tells apart
+        model(tokens())
+    assert seen[0].steady < STEADY
+    assert seen[0].trained > 0.999
+    assert [each.collapsed for each in seen] == [True, similarity == "cosine"]
+
+
+def test_centroids_that_many_layers_hand_on_end_in_rounding() -> None:
+    """Flat shares bring them nearer at every layer; own ones for each layer, or sharper shares, stay apart."""
+    gone, x = {}, torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(0))
+    for name, settings in (("handed on", {}), ("own", {"pass_on": False}), ("sharp", {"sharpness": 5.0})):
+        torch.manual_seed(3)
+        model = ClusterFormerEncoder(48, 4, 12, 6, dropout=0.0, scope="shared", **settings)
+        with torch.no_grad(), watched(model) as seen:
+            model(x)
+        gone[name] = [each.layer for each in seen if each.collapsed]
+    assert "layers.11" in gone["handed on"]
+    assert "layers.2" not in gone["handed on"]
+    assert gone["own"] == gone["sharp"] == []
 
 
 def test_the_first_reading_collapses_and_the_watch_sees_it() -> None:
@@ -364,6 +503,44 @@ def test_models_keep_every_setting() -> None:
              for layer in stack.layers]  # fmt: skip
     assert len(found) == 2 + 3 + 3
     assert set(found) == {method}
+
+
+def test_a_trained_model_is_evaluated_with_the_settings_asked_for() -> None:
+    from clusterattn_papers.models import attending_with
+    from clusterattn_papers.models.tagger import Tagger
+    from clusterattn_papers.models.translator import Translator
+
+    torch.manual_seed(0)
+    trained = ca.ClusterFormer(clusters=3, mu=0.1)
+    tagger, ids = Tagger(5, 5, trained, dim=12, heads=3, layers=2).eval(), torch.arange(40).view(2, 20) % 5
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    stack = tagger.stack.layers
+    with torch.no_grad():
+        before = tagger(ids, mask)
+    other = ca.ClusterFormer(mu=0.7, nu=0.1, blocks=1)
+    with attending_with(tagger, other):
+        assert stack.clustering == other
+        found = tagger(ids, mask)
+    assert not torch.allclose(found.logits, before.logits)
+    weighted = []
+    for method in (trained, "clusterformer:clusters=3,mu=0.7"):
+        with attending_with(tagger, method):
+            weighted.append(tagger(ids, mask).auxiliary.detach())
+    assert weighted[0] != weighted[1]
+    assert stack.clustering == trained
+    assert torch.equal(tagger(ids, mask).logits, before.logits)
+    for given in ("exact", "clusterformer:clusters=4", "clusterformer:clusters=3,pass_on=false"):
+        with (
+            pytest.raises(ValueError, match="trained centroids: clusters=3, pass_on=True"),
+            attending_with(tagger, given),
+        ):
+            pass
+    plain = Translator(9, "exact", dim=12, heads=3, layers=1)
+    with pytest.raises(ValueError, match="got trains='all'"), attending_with(plain, "clusterformer:trains=all"):
+        pass
+    with attending_with(plain, "local:window=3"):
+        assert [str(each.attention.method) for each in plain.decoder.layers] == ["local:window=3"]
+        assert [str(each.cross.method) for each in plain.decoder.layers] == ["exact"]
 
 
 def test_rows_from_before_the_readings_are_still_shown() -> None:

@@ -71,6 +71,19 @@ def answers(spec: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool)
     return found
 
 
+def test_an_affinity_of_more_clusters_than_kernels_hold_is_refused_in_words_or_left_to_the_reference() -> None:
+    x, _, _ = inputs((1, 2, 2, 40, 40, 16, 16), torch.float32)
+    points, at = torch.randn(1, 40, 8, device=DEVICE), {}
+    for clusters in (240, 241):  # 256 features of queries and keys, and 257
+        options = {"points": points, "state": torch.randn(clusters, 8, device=DEVICE)}
+        options["method"] = f"clusterformer:clusters={clusters},blocks=3,affinity=3"
+        at[clusters] = lambda backend, options=options: ca.attention(*x, backend=backend, **options)
+    assert torch.allclose(at[240]("triton"), at[240]("reference"), atol=1e-5)
+    with pytest.raises(ValueError, match=r"up to 256, this one is 257 \(an affinity .* one for every cluster"):
+        at[241]("triton")
+    assert torch.equal(at[241]("auto"), at[241]("reference"))
+
+
 def largest_error(got: torch.Tensor, exact: torch.Tensor) -> float:
     assert torch.equal(got.isfinite(), exact.isfinite())
     return float((got.double() - exact).detach()[exact.isfinite()].abs().max())
