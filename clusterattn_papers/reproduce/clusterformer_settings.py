@@ -13,6 +13,7 @@ from clusterattn._rows import Row
 from clusterattn.methods import ClusterFormer
 
 from ._experiment import Cell, Context, Table, apart, beside, chosen, lead
+from ._groupings import groupings
 from ._readings import CHOSEN, DEFAULT, GROUPED, NEW, PAPERS, READINGS, reading
 from ._texts import LOSSES, TextConfig, TextExperiment, against_paper, sizes_note, trained
 from .clusterformer_text import PAIR_COLUMNS, PAPER, SMALL_PAIRS, SMOKE, TRAINED_ON_DEV
@@ -89,7 +90,11 @@ class ClusterFormerTable4(TextExperiment):
         ]
         if all(repeats == 1 for _, repeats in config.sets):
             table.notes.append("One run each: accuracies as close as these are not told apart.")
-        return [table]
+        parts = {
+            words: [row for row in rows if (row["clusters"], row.get("reading")) == (k, label)]
+            for words, k, label in models
+        }
+        return [table, *groupings(parts)]
 
     def differences(self, config: TextConfig) -> list[str]:
         return [
@@ -185,7 +190,7 @@ class ClusterFormerTable5(TextExperiment):
                 ]
                 table.rows.append([which if name == which else f"{which} {name.upper()}", *cells])
             found.append(table)
-        return found
+        return [*found, *self.groupings(rows, config)]
 
     def differences(self, config: TextConfig) -> list[str]:
         return [

@@ -16,6 +16,7 @@ from clusterattn.methods import method as as_method
 from ..tasks.translation import Pair, Translate, read_pairs
 from ..train import Settings, fit, judge
 from ._experiment import Cell, Context, Experiment, Table, apart, beside, chosen, lead, pinned, spread
+from ._groupings import groupings
 from ._readings import NEW, PAPERS, READINGS, READINGS_NOTE, best_on_dev, in_paper, reading
 from ._texts import SAYS, against_paper
 
@@ -178,7 +179,10 @@ class ClusterFormerTable1(Experiment):
                     wmt,
                 ]
             )
-        return [table]
+        return [
+            table,
+            *groupings({SAYS[each]: [row for row in rows if row["method"] == each] for each in config.methods}),
+        ]
 
     def _from_prefix(self, rows: Sequence[Row], method: str, spec: str) -> str:
         key = "nll" if as_method(spec).causality == "strict" else "prefix_nll"

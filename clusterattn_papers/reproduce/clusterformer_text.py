@@ -76,7 +76,7 @@ class ClusterFormerTable2(TextExperiment):
         used = {f"{row['set']} {row['spec']}" for row in rows if row["method"] in READINGS}
         if used:
             table.notes.append(f"{', '.join(sorted(used))}.")
-        return [table]
+        return [table, *self.groupings(rows, config)]
 
     def differences(self, config: TextConfig) -> list[str]:
         return [
@@ -149,7 +149,7 @@ class ClusterFormerTable3(TextExperiment):
             ]
             table.rows.append([SAYS[method], *cells])
         table.notes = ["± is the standard deviation over seeds. WikiQA: questions that have right and wrong answers."]
-        return [table]
+        return [table, *self.groupings(rows, config)]
 
     def differences(self, config: TextConfig) -> list[str]:
         return [

@@ -16,6 +16,7 @@ from reviews import reviews
 
 from clusterattn_papers.reproduce import _texts, clusterformer_settings, clusterformer_text
 from clusterattn_papers.reproduce._experiment import Context, apart, lead
+from clusterattn_papers.reproduce._groupings import groupings
 from clusterattn_papers.reproduce._readings import GROUPED, NEW, READINGS, best_on_dev
 from clusterattn_papers.reproduce._texts import against_paper, best_reading, compared, task_losses, trained
 from clusterattn_papers.reproduce.clusterformer_settings import ClusterFormerTable4
@@ -159,6 +160,19 @@ def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> No
     assert table.findings(rows[1:], config) == []
     shown = {row[0] for row in table.tables(rows, config)[0].rows}
     assert {f"k = 5, {GROUPED[label]}" for label in READINGS} < shown  # every reading has cells, done or not
+
+
+def test_pages_show_what_became_of_the_groupings() -> None:
+    def row(method: str, **more: Any) -> dict[str, Any]:
+        return {"method": method, "spec": "clusterformer:clusters=3", **more}
+
+    def found(*points: float) -> dict[str, list[float]]:
+        return {"points": [*points], "centroids": [1.0, 1.0], "used": [2.8, 2.9], "largest": [0.4, 0.45]}
+
+    rows = [row("a", groupings=found(0.1, 0.2)), row("a", history=[{"step": 1}, {"groupings": found(0.3, 0.15)}])]
+    [table] = groupings({"first": rows, "untold": [row("b"), row("c", history=[[1, 0.5]])]})
+    assert table.rows == [["first", "0.10 to 0.30", "1.00", "2.8 to 2.9 of 3", "40 to 45"]]
+    assert groupings({"untold": [row("b")]}) == []
 
 
 def test_one_repetition_claims_no_error_and_no_verdict() -> None:
