@@ -1,4 +1,4 @@
-"""Table of ClusterFormer's readings: what was measured of each at `small`, beside its rivals."""
+"""Tables of ClusterFormer's readings: what was measured of each at `small`, beside its rivals, and in a toy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 import table_words as words
+from readings import STEPS, TRIED
 from table_words import NOT_YET, table
 
 from clusterattn.measure import Row
@@ -55,6 +56,32 @@ def readings_table() -> str:
             )
         )
     return table(head, body) + f"\n<sub>{made_where(shown)}.</sub>\n"
+
+
+def toy_table() -> str:
+    """The rows of benchmarks/readings.py: likelihoods, how far from exact attention's, and the groupings."""
+    found = [row for row in words.rows("readings") if row["steps"] == STEPS]
+    if not found:
+        return NOT_YET
+    exact = {row["seed"]: row["prefix_nll"] for row in found if row["reading"] == "transformer"}
+    body = []
+    for name in TRIED:
+        mine = [row for row in found if row["reading"] == name]
+        behind = [row["prefix_nll"] - exact[row["seed"]] for row in mine if row["seed"] in exact]
+        body.append(
+            (
+                f"`{name}`" if name in READINGS else name,
+                spread(chosen(mine, "prefix_nll"), 3),
+                ", ".join(f"{each:+.3f}" for each in behind) or "…",
+                _gap(mine),
+                *(over_layers(mine, each) for each in ("points", "centroids")),
+            )
+        )
+    head = (
+        "reading", "nats a token", "more than the transformer, by seed", "prefix alone, nats", "cosine of points",
+        "of centroids",
+    )  # fmt: skip
+    return table(head, body) + words.origin(found)
 
 
 def _cell(some: list[Row], key: str, times: float = 1.0, **where: Any) -> str:
