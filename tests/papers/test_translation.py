@@ -12,6 +12,7 @@ import torch
 from clusterattn.nn.decoder import Decoder
 from clusterattn_papers.models.translator import Translator, beam_search
 from clusterattn_papers.reproduce import Context
+from clusterattn_papers.reproduce._readings import READINGS
 from clusterattn_papers.reproduce.clusterformer_table1 import ClusterFormerTable1
 from clusterattn_papers.tasks import batches
 from clusterattn_papers.tasks.translation import END, START, Translate, bleu, read_pairs
@@ -265,8 +266,9 @@ def test_smoke_scale_runs_for_every_method(tmp_path) -> None:  # type: ignore[no
         rows += [{**cell.settings, **row} for row in table.run(cell, config, context)]
     assert {row["method"] for row in rows} == set(config.methods)
     assert all(0 <= row["bleu"] <= 100 for row in rows)
-    [shown] = table.tables(rows, config)
+    shown, grouped = table.tables(rows, config)
     assert len(shown.rows) == len(config.methods)
+    assert len(grouped.rows) == len(READINGS)
     assert all(len(row) == len(shown.columns) for row in shown.rows)
     assert any("34.9" in text for row in shown.rows for text in row)
     assert table.differences(config)
