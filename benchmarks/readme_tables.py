@@ -23,7 +23,7 @@ import table_words as words
 from table_auto import auto_table
 from table_files import files_tree
 from table_models import defaults_table, pretrained_rows, pretrained_summary, pretrained_table, tabpfn_table
-from table_readings import readings_table
+from table_readings import readings_table, toy_table
 from table_speed import (
     CROSSINGS,
     box,
@@ -46,6 +46,7 @@ from clusterattn.measure import Row
 from clusterattn_papers.reproduce import Experiment, experiments
 from clusterattn_papers.reproduce.page import best_scale, markdown, shown, unfinished, where
 from clusterattn_papers.reproduce.page import write as write_page
+from clusterattn_papers.reproduce.runner import without_rows
 
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "img"
@@ -95,6 +96,19 @@ def reproduced_table() -> str:
     return "\n" + "\n".join(body) + f"\n<sub>{where(seen)}.</sub>\n"
 
 
+def missing_table() -> str:
+    """What has not been run at small."""
+    found, made = without_rows(list(experiments()), "small", words.RESULTS), experiments()
+    if all(len(cells) == count for cells, count in found.values()):
+        return NOT_YET
+    body = [
+        (f"`{name}`", f"{made[name].place}, {made[name].about}", str(len(cells)), str(count))
+        for name, (cells, count) in found.items()
+        if cells
+    ]
+    return words.table(("experiment", "what", "cells without rows", "of"), body, words=2) if body else "None.\n"
+
+
 def write_reproduced(check: bool) -> list[Path]:
     """The page of each of them, and its picture; those whose text is out of date. Pictures have no such test, so they
     are drawn anew whenever anything is written."""
@@ -117,7 +131,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "box": box,
     "files": files_tree,
     "reproduced": reproduced_table,
+    "missing": missing_table,
     "readings": readings_table,
+    "readings-toy": toy_table,
     "pretrained": pretrained_summary,
     "pretrained-defaults": defaults_table,
     "pretrained-minilm": pretrained_table("minilm"),

@@ -14,7 +14,7 @@ from clusterattn.cli.arguments import command_line, device_of, dtype_of, need_no
 from clusterattn.measure.show import progress
 from clusterattn.methods import method as method_of
 
-from .show import Run, show_clusters, show_examples, show_experiments, show_reproduced, show_trained
+from .show import Run, show_clusters, show_examples, show_experiments, show_missing, show_reproduced, show_trained
 
 if TYPE_CHECKING:
     from clusterattn.methods import Method
@@ -152,6 +152,9 @@ def reproduce(
         str | None, typer.Option(help="What the rows say where git can not tell.", show_default=False)
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="Every table and figure of the papers, and stop.")] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="What has no rows yet at this scale, by default of all, and stop.")
+    ] = False,
 ) -> None:
     """Run a table or a figure of the papers again, and put the paper's number beside ours.
 
@@ -164,6 +167,8 @@ def reproduce(
       clusterattn reproduce clustered-fig5
 
       clusterattn reproduce clustered-table1 clusterformer-table2 --scale small --data datasets --device cuda --jobs 8
+
+      clusterattn reproduce --missing --scale small
     """
     with plainly():
         need_now("rich", "matplotlib")
@@ -174,9 +179,12 @@ def reproduce(
         if listed:
             show_experiments(found)
             return
-        if not names:
+        if not names and not missing:
             raise bad_value("the name of an experiment", "none", "`clusterattn reproduce --list`")
-        wanted = list(found) if names == ["all"] else names
+        wanted = list(found) if not names or names == ["all"] else names
+        if missing:
+            show_missing(runner.without_rows(wanted, scale, out, only), names=bool(names))
+            return
         with progress() as tick:
             outcome = runner.reproduce(
                 wanted,

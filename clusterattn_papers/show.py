@@ -102,6 +102,20 @@ def show_experiments(found: Mapping[str, Experiment]) -> None:
         rich.print(table)
 
 
+def show_missing(found: Mapping[str, tuple[Sequence[str], int]], names: bool) -> None:
+    """How many cells of each experiment have no rows; the names of the cells too, where they are asked for."""
+    rich, table = console(), _titled("Cells without rows")
+    for title in ("name", "missing", "of"):
+        table.add_column(title, justify="left" if title == "name" else "right")
+    for name, (cells, count) in found.items():
+        if cells:
+            table.add_row(name, str(len(cells)), str(count))
+    rich.print(table if table.row_count else "every cell has rows")
+    for name, (cells, _) in found.items() if names else ():
+        for cell in cells:
+            rich.print(literal(f"{name}: {cell}"), highlight=False)
+
+
 def show_reproduced(experiment: Experiment, scale: str, rows: Sequence[Row], written: Sequence[Path]) -> None:
     from .reproduce.page import cautions, shown
 

@@ -22,6 +22,7 @@ MODULES: tuple[str, ...] = (
     "smyrf_mnli",
     "clusterformer_table1",
     "clusterformer_text",
+    "clusterformer_settings",
     "clusterformer_table6",
     "clusterformer_table8",
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from clusterattn.measure import plots
 
-from ._readings import CHOSEN, DEFAULT
+from ._readings import CHOSEN, DEFAULT, TASK
 
-DOTTED = {"lsh-1": ":", CHOSEN: ":", DEFAULT: "-."}
+DOTTED: dict[str, Any] = {"lsh-1": ":", CHOSEN: ":", DEFAULT: "-.", TASK: (0, (4, 1, 1, 1, 1, 1))}
 LEGIBLE = 1.3  # between two names on a logarithmic axis
 Curves = dict[str, tuple[list[int], list[float]]]
 

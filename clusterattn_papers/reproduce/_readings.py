@@ -34,20 +34,21 @@ TASK = "clusterformer-task"  # the best of all there, and not in the paper: show
 TURNS = "clusterformer-turns"
 LATER: dict[str, dict[str, Any]] = {TURNS: READINGS[TASK] | {"ties": "turns", "balance": 0.1}}
 NEW = tuple(label for label in READINGS if label != PAPERS)
-SAYS = {
-    PAPERS: "ClusterFormer, one grouping for all heads",
-    "clusterformer-head": "ClusterFormer, a grouping for each head",
-    "clusterformer-off": "ClusterFormer, the same without L1 and L2",
-    "clusterformer-spread": "ClusterFormer, a grouping for each head, points spread out",
-    "clusterformer-task": "ClusterFormer, a grouping for each head that the task trains too (ours)",
+GROUPED = {  # what tells them apart
+    PAPERS: "one grouping for all heads",
+    "clusterformer-head": "a grouping for each head",
+    "clusterformer-off": "a grouping for each head, without L1 and L2",
+    "clusterformer-spread": "a grouping for each head, points spread out",
+    "clusterformer-task": "a grouping for each head that the task trains too (ours)",
 }
+SAYS = {label: f"ClusterFormer, {words}" for label, words in GROUPED.items()}
 READINGS_NOTE = (
     "ClusterFormer is read in several ways, each with rows of its own: one grouping for all heads, with losses whose "
     "gradient reaches all of the model (the first reading, which collapses); one for each head, with losses that train "
-    "the centroids alone; the same without losses; the same with losses and points that have mean 0 and variance 1 "
-    "over the tokens (the one chosen, on a smaller copy task than Figure 5's); and one for each head that the task "
-    "trains too, by an affinity of 8 on the logits, which is not in the paper. Cosine similarities; the losses' "
-    "weights, of which the paper says nothing, are mu = nu = 0.1."
+    "the centroids alone (the library's default); the same without losses; the same with losses and points that have "
+    "mean 0 and variance 1 over the tokens (the best of these on a smaller copy task than Figure 5's); and one for "
+    "each head that the task trains too, by an affinity of 8 on the logits, which is not in the paper. Cosine "
+    "similarities; the losses' weights, of which the paper says nothing, are mu = nu = 0.1."
 )
 
 

@@ -25,7 +25,8 @@ from ..tasks.text import Classify, Labelled
 from ..tasks.text_sets import PAIRS
 from ..tasks.vocabulary import Vectors
 from ..train import Settings, fit, judge
-from ._experiment import Cell, Context, Experiment, apart, lead, pinned
+from ._experiment import Cell, Context, Experiment, Table, apart, lead, pinned
+from ._groupings import groupings
 from ._readings import PAPERS, READINGS, READINGS_NOTE, best_on_dev, in_paper, reading
 from ._readings import SAYS as READ
 
@@ -204,6 +205,18 @@ class TextExperiment(Experiment):
             for method in self.methods(config) + (config.for_long if name == "20NEWS" else ())
             for seed in range(repeats)
         ]
+
+    def groupings(self, rows: Sequence[Row], config: TextConfig) -> list[Table]:
+        """Of every set and method whose rows tell of them."""
+        return groupings(
+            {
+                f"{name}: {SAYS.get(method, method)}": [
+                    row for row in rows if (row.get("set"), row.get("method")) == (name, method)
+                ]
+                for name, _ in config.sets
+                for method in self.methods(config)
+            }
+        )
 
     def task(self, cell: Cell, config: TextConfig, context: Context) -> Labelled:
         # A set without a test split of its own is cut anew in every repetition, in the same way for all methods. One

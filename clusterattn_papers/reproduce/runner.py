@@ -77,13 +77,7 @@ def reproduce(
     jobs   processes that share the device; cells that measure time run alone, after the others
     only   a regular expression: only cells whose name it finds
     """
-    if scale not in SCALES:
-        raise bad_value(f"a scale: {', '.join(SCALES)}", repr(scale), "--scale small")
-    try:
-        re.compile(only or "")
-    except re.error as error:
-        raise bad_value("--only, a regular expression", f"{only!r}: {error}", "--only 'seed 0'") from None
-    made = list({source(each).name: source(each) for each in map(named, names)}.values())
+    made = _makers(names, scale, only)
     for each in made if scale != "smoke" else ():  # miss data before the work, not after it
         each.check(each.scales[scale], Context(torch.device(device), data, out))
     left = [work for each in made for work in missing(each, scale, out, only)]
@@ -125,6 +119,27 @@ def reproduce(
     for work, answer in _in_turn(quiet, data, device, inside):
         finish(work, answer)
     return Outcome({name: done_rows(named(name), scale, out) for name in names}, failed)
+
+
+def without_rows(
+    names: Sequence[str], scale: str, out: Path, only: str | None = None
+) -> dict[str, tuple[list[str], int]]:
+    """Of each experiment that makes rows for the named ones: its cells that have none, and how many it has in all."""
+    return {
+        each.name: ([work.cell.name for work in missing(each, scale, out, only)], len(each.cells(each.scales[scale])))
+        for each in _makers(names, scale, only)
+    }
+
+
+def _makers(names: Sequence[str], scale: str, only: str | None) -> list[Experiment]:
+    """The experiments whose cells make the rows of the named ones, each once; or what is wrong with the words."""
+    if scale not in SCALES:
+        raise bad_value(f"a scale: {', '.join(SCALES)}", repr(scale), "--scale small")
+    try:
+        re.compile(only or "")
+    except re.error as error:
+        raise bad_value("--only, a regular expression", f"{only!r}: {error}", "--only 'seed 0'") from None
+    return list({source(each).name: source(each) for each in map(named, names)}.values())
 
 
 def missing(experiment: Experiment, scale: str, out: Path, only: str | None = None) -> list[Work]:

@@ -133,20 +133,25 @@ class Translate(Task):
         where the decoder's method is strictly causal; elsewhere later tokens of the reference help to group."""
         translations: list[str] = []
         wanted: list[str] = []
-        surprise = from_prefix = tokens = 0.0
+        surprise = torch.zeros(3, dtype=torch.float64)
         assert isinstance(model, Translator)
-        strict = model.strict
         for batch in batches:
-            answer = model(batch["source"], batch["source_mask"], batch["target"], batch["target_mask"])
-            total, count = classified(answer._replace(auxiliary=torch.zeros_like(answer.auxiliary)), batch["wanted"])
-            surprise, tokens = surprise + float(total), tokens + float(count)
-            if not strict:
-                asked = (batch["source"], batch["source_mask"], batch["target"], batch["wanted"])
-                from_prefix += float(model.surprise(*asked, IGNORE).sum())
+            surprise += torch.tensor(self.surprises(model, batch), dtype=torch.float64)
             translations += self._translated(model, batch["source"], batch["source_mask"], self.beam)
             wanted += self._texts([row[row > END].tolist() for row in batch["wanted"].cpu()])
-        likelihood = {"nll": surprise, "prefix_nll": surprise if strict else from_prefix}
-        return bleu(translations, wanted) | {name: each / max(tokens, 1.0) for name, each in likelihood.items()}
+        whole, prefix, tokens = surprise.tolist()
+        count = max(tokens, 1.0)
+        return bleu(translations, wanted) | {"nll": whole / count, "prefix_nll": prefix / count}
+
+    def surprises(self, model: Translator, batch: Batch) -> tuple[float, float, float]:
+        """Nats of a batch's references with the whole of them at hand, from the prefix alone, and their tokens."""
+        answer = model(batch["source"], batch["source_mask"], batch["target"], batch["target_mask"])
+        total, count = classified(answer._replace(auxiliary=torch.zeros_like(answer.auxiliary)), batch["wanted"])
+        whole = prefix = float(total)
+        if not model.strict:
+            asked = (batch["source"], batch["source_mask"], batch["target"], batch["wanted"])
+            prefix = float(model.surprise(*asked, IGNORE).sum())
+        return whole, prefix, float(count)
 
     def _translated(self, model: nn.Module, source: Tensor, source_mask: Tensor, beam: int) -> list[str]:
         assert isinstance(model, Translator)

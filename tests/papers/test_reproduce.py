@@ -248,6 +248,20 @@ def test_the_command(tmp_path):
     assert "wanted --out, a folder; got" in in_a_file.output
 
 
+def test_the_command_tells_what_has_no_rows_yet(tmp_path):
+    run("clustered-squares", "--only", "1|2", "--out", tmp_path)
+    everywhere = run("--missing", "--out", tmp_path).output
+    assert [line.split() for line in everywhere.splitlines() if "clustered" in line] == [
+        ["clustered-squares", "1", "3"],  # clustered-shown takes its rows from there
+        ["clustered-slower", "2", "2"],
+    ]
+    assert "clustered-squares: number 3" in run("clustered-shown", "--missing", "--out", tmp_path).output
+    run("clustered-squares", "--out", tmp_path)
+    assert "every cell has rows" in run("clustered-squares", "--missing", "--out", tmp_path).output
+    assert "wanted a scale" in run("--missing", "--scale", "huge", "--out", tmp_path).output
+    assert len(RAN) == 3
+
+
 def test_the_command_tells_of_cells_that_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(Squares.scales, "smoke", replace(Config(), bad=2))
     failed = run("clustered-squares", "--out", tmp_path)

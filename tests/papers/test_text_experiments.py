@@ -14,18 +14,17 @@ pytest.importorskip("safetensors")
 
 from reviews import reviews
 
-from clusterattn_papers.reproduce import _texts
+from clusterattn_papers.reproduce import _texts, clusterformer_settings, clusterformer_text
 from clusterattn_papers.reproduce._experiment import Context, apart, lead
-from clusterattn_papers.reproduce._readings import NEW, best_on_dev
+from clusterattn_papers.reproduce._groupings import groupings
+from clusterattn_papers.reproduce._readings import GROUPED, NEW, READINGS, best_on_dev
 from clusterattn_papers.reproduce._texts import against_paper, best_reading, compared, task_losses, trained
-from clusterattn_papers.reproduce.clusterformer_text import (
-    EXPERIMENTS,
-    ClusterFormerFig5,
-    ClusterFormerTable3,
-    ClusterFormerTable4,
-)
+from clusterattn_papers.reproduce.clusterformer_settings import ClusterFormerTable4
+from clusterattn_papers.reproduce.clusterformer_text import ClusterFormerFig5, ClusterFormerTable3
 from clusterattn_papers.tasks.text import Classify
 from clusterattn_papers.train import Fitted, Settings
+
+EXPERIMENTS = clusterformer_text.EXPERIMENTS + clusterformer_settings.EXPERIMENTS
 
 
 def smoke(experiment: Any, folder: Path) -> list[dict[str, Any]]:
@@ -141,7 +140,8 @@ def test_readings_are_chosen_on_dev_and_judged_on_test() -> None:
     assert best_on_dev(rows, "dev", set="CR") == "clusterformer-off"
     said = best_reading(rows, columns)
     assert said is not None
-    assert "CR ClusterFormer, the same without L1 and L2 (-10.0 ± 0.0 from the Transformer on test, behind)" in said
+    name = f"ClusterFormer, {GROUPED['clusterformer-off']}"
+    assert f"CR {name} (-10.0 ± 0.0 from the Transformer on test, behind)" in said
     assert "MR" not in said
     assert best_reading([row for row in rows if row["method"] != "clusterformer"], columns) is None
 
@@ -158,6 +158,21 @@ def test_table_4_stands_beside_the_papers_for_the_clusters_that_were_run() -> No
         "ClusterFormer (one grouping for all heads) against SDPA, times the time: 1.50 to 2.00 (paper: 0.58 to 0.75).",
     ]
     assert table.findings(rows[1:], config) == []
+    shown = {row[0] for row in table.tables(rows, config)[0].rows}
+    assert {f"k = 5, {GROUPED[label]}" for label in READINGS} < shown  # every reading has cells, done or not
+
+
+def test_pages_show_what_became_of_the_groupings() -> None:
+    def row(method: str, **more: Any) -> dict[str, Any]:
+        return {"method": method, "spec": "clusterformer:clusters=3", **more}
+
+    def found(*points: float) -> dict[str, list[float]]:
+        return {"points": [*points], "centroids": [1.0, 1.0], "used": [2.8, 2.9], "largest": [0.4, 0.45]}
+
+    rows = [row("a", groupings=found(0.1, 0.2)), row("a", history=[{"step": 1}, {"groupings": found(0.3, 0.15)}])]
+    [table] = groupings({"first": rows, "untold": [row("b"), row("c", history=[[1, 0.5]])]})
+    assert table.rows == [["first", "0.10 to 0.30", "1.00", "2.8 to 2.9 of 3", "40 to 45"]]
+    assert groupings({"untold": [row("b")]}) == []
 
 
 def test_one_repetition_claims_no_error_and_no_verdict() -> None:
