@@ -58,10 +58,16 @@ def beside(
 def nearest_beside(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, right: Tensor, offset: Tensor, origin: Tensor
 ) -> Tensor:
-    """No point is made: a centre's product with it is one with the key, and one with the value."""
-    ways, d = directions.shape[2:]
-    centres = centres.unsqueeze(2).to(right.dtype).flatten(0, 1)
-    key_centre, value_centre, shrink = centres.split_with_sizes((d, v.shape[3], 1), -1)
-    of_keys = right[..., :ways] @ directions.to(right.dtype).flatten(0, 1)
-    sides = (k, of_keys, key_centre), (v, right[..., ways:] / shrink, value_centre)
-    return kmeans.nearest_of(sides, offset - (right @ origin.mT).squeeze(-1))
+    """Points are made a few at a time, and not put together."""
+    (ways, d), e, along = directions.shape[2:], v.shape[3], directions.to(right.dtype).flatten(0, 1)
+    centres, k, v = centres.to(right.dtype).flatten(0, 1).unsqueeze(1), k.flatten(0, 1), v.flatten(0, 1)
+    key_centre, value_centre, shrink = centres.split_with_sizes((d, e, 1), -1)
+
+    def seen(heads: slice, piece: slice) -> Tensor:
+        return torch.bmm(along[heads], kmeans.centred(k, key_centre, heads, piece).mT)
+
+    def values(heads: slice, piece: slice) -> Tensor:
+        return kmeans.centred(v, value_centre, heads, piece).mT
+
+    sides = (seen, right[..., :ways]), (values, right[..., ways:] / shrink)
+    return kmeans.nearest_of(sides, offset - (right @ origin.mT).squeeze(-1), k)

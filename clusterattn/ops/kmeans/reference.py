@@ -9,7 +9,7 @@ All three metrics assign by the same product, ``argmax_c  x . f(c) - offset(c)``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,28 +28,28 @@ def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) 
     return seen, offset.masked_fill_(~alive, NEVER)
 
 
-Sides = Sequence[tuple[Tensor, Tensor, Tensor | None]]
-
-
 def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
     """The best centroid of every point (lead n); ties go to the lowest index."""
-    return nearest_of([(points, right, origin)], offset)
+    points, right = points.flatten(0, 1), right.to(wide(points).dtype)
+    return nearest_of([(lambda heads, piece: centred(points, origin, heads, piece).mT, right)], offset, points)
 
 
-def nearest_of(sides: Sides, offset: Tensor) -> Tensor:
-    """As nearest, for points (b h n w) whose columns lie in several tensors, each with its own right and origin."""
-    first, (lead, c) = sides[0][0], offset.shape
-    n = first.shape[2]
-    labels = torch.zeros(lead, n, dtype=torch.int64, device=first.device)
+Columns = Callable[[slice, slice], Tensor]  # of some heads and rows: (lead w n)
+
+
+def nearest_of(sides: Sequence[tuple[Columns, Tensor]], offset: Tensor, like: Tensor) -> Tensor:
+    """As nearest, for points whose columns are made side by side when they are looked at, as many as ``like`` has rows
+    (lead n …). With each side its right (lead c w)."""
+    (lead, n), c = like.shape[:2], offset.shape[1]
+    labels = torch.zeros(lead, n, dtype=torch.int64, device=like.device)
     if n == 0 or c == 0:
         return labels
-    sides = [(points.flatten(0, 1), right.to(wide(points).dtype), origin) for points, right, origin in sides]
-    rows = max(1, min(n, budget(first) // c))
-    for heads in spans(lead, budget(first) // (rows * c)):
+    rows = max(1, min(n, budget(like) // c))
+    for heads in spans(lead, budget(like) // (rows * c)):
         for piece in spans(n, rows):
             scores = offset[heads].unsqueeze(-1)
-            for points, right, origin in sides:
-                scores = torch.baddbmm(scores, right[heads], _centred(points, origin, heads, piece).mT)
+            for columns, right in sides:
+                scores = torch.baddbmm(scores, right[heads], columns(heads, piece))
             labels[heads, piece] = _highest(scores)
     return labels
 
@@ -65,7 +65,7 @@ def _highest(scores: Tensor) -> Tensor:
     return (c - 1 - found) % c  # -1 alone where all scores are -inf: the first
 
 
-def _centred(points: Tensor, origin: Tensor | None, heads: slice, piece: slice) -> Tensor:
+def centred(points: Tensor, origin: Tensor | None, heads: slice, piece: slice) -> Tensor:
     """A shared offset of all points says nothing about who is alike, but costs digits: it is taken off first."""
     x = wide(points[heads, piece])
     return x if origin is None else x - origin[heads]
@@ -99,7 +99,7 @@ def lloyd(
 ) -> Tensor:
     """Centroids (lead c w), relative to the origin, after ``updates`` rounds of assign and update. An empty cluster
     keeps its place."""
-    centroids, points = centroids.clone(), _centred(points.flatten(0, 1), origin, slice(None), slice(None))
+    centroids, points = centroids.clone(), centred(points.flatten(0, 1), origin, slice(None), slice(None))
     for _ in range(updates):
         labels = nearest(points.unsqueeze(0), *_scorer(centroids, alive, form, signs), None).masked_fill_(~valid, -1)
         totals = sums(points, labels, centroids.shape[1])
