@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -231,16 +232,24 @@ def backward(
     pi: Tensor | None, found: Found, reach: Reach,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of c, k and v."""
-    if part_of is None or c.shape[0] <= 1:
+    if part_of is None:
         return _backward(given, c, k, v, key_mask, part_of, pi, found, reach)
-    asked, seen = ([getattr(x, field.name) for field in fields(x)] for x in (given, found))
-    alone: Callable[..., tuple[Tensor, Tensor, Tensor]] = _backward
-    gradients = [
-        alone(Gradients(*each[:5]), *each[5:11], Found(*each[11:]), reach)
-        for each in _by_sequence(*asked, c, k, v, key_mask, part_of, pi, *seen)
-    ]
-    dc, dk, dv = (torch.cat(each) for each in zip(*gradients, strict=True))
+    # As above; and a few heads at a time, so that there is less of keys in their seats, and of their gradients, at once
+    (b, hk, m, d), group, e = k.shape, c.shape[1] // k.shape[1], v.shape[3]
+    dc, dk, dv = (torch.empty(x.shape, dtype=found.lse.dtype, device=x.device) for x in (c, k, v))
+    for one, heads in product(range(b), spans(hk, 4 * budget(k) // max(m * (d + e), 1))):
+        batch, queries = slice(one, one + 1), slice(heads.start * group, heads.stop * group)
+        rows, keys = (batch, queries), (batch, heads)
+        asked, seen = ({each.name: _part(getattr(x, each.name), rows) for each in fields(x)} for x in (given, found))
+        dc[rows], dk[keys], dv[keys] = _backward(
+            Gradients(**asked), c[rows], k[keys], v[keys], _part(key_mask, (batch,)), part_of[keys], _part(pi, rows),
+            Found(**seen), reach,
+        )  # fmt: skip
     return dc, dk, dv
+
+
+def _part(x: Tensor | None, place: tuple[slice, ...]) -> Any:
+    return None if x is None else x[place]
 
 
 def _backward(
