@@ -17,7 +17,7 @@ block j sees the first ``first + j * step`` keys. per = 0: every row sees every 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -129,16 +129,16 @@ def forward(
     if part_of is None or c.shape[0] <= 1:
         return _forward(c, k, v, key_mask, part_of, pi, reach)
     # How many tiles the parts fill depends on the keys: no sequence may feel another's.
-    alone: Callable[..., Found] = _forward
-    found = [alone(*each, reach) for each in _by_sequence(c, k, v, key_mask, part_of, pi)]
+    found = []
+    for one in range(c.shape[0]):
+        place = (slice(one, one + 1),)
+        masks = _part(key_mask, place), part_of[place], _part(pi, place)
+        found.append(_forward(c[place], k[place], v[place], *masks, reach))
     return Found(*(torch.cat([getattr(each, field.name) for each in found]) for field in fields(Found)))
 
 
-def _by_sequence(*given: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The batch one by one."""
-    size = next(x.shape[0] for x in given if x is not None)
-    for one in range(size):
-        yield tuple(None if x is None else x[one : one + 1] for x in given)
+def _part(x: Tensor | None, place: tuple[slice, ...]) -> Any:
+    return None if x is None else x[place]
 
 
 def _forward(
@@ -246,10 +246,6 @@ def backward(
             Found(**seen), reach,
         )  # fmt: skip
     return dc, dk, dv
-
-
-def _part(x: Tensor | None, place: tuple[slice, ...]) -> Any:
-    return None if x is None else x[place]
 
 
 def _backward(
