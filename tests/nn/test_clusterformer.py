@@ -413,17 +413,23 @@ def test_a_collapse_is_warned_of() -> None:
         assert warn_if_collapsed(seen)
 
 
-@pytest.mark.parametrize("compare", ["updated", "given"])
-def test_the_sorting_loss_alone_makes_one_vector_of_the_centroids_and_the_watch_sees_it(compare: str) -> None:
-    model = encoder(mu=0.0, nu=1.0, compare=compare)
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-    for step in range(80):
+def watched_after(model: ClusterFormerEncoder, *, steps: int, lr: float) -> list[Grouping]:
+    """What the watch sees of a model that its own losses have trained alone."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for step in range(steps):
         _, losses = model(tokens(step, b=8))
         optimizer.zero_grad()
         model.joint_loss(torch.zeros(()), losses).backward()
         optimizer.step()
     with torch.no_grad(), watched(model) as seen:
         model(tokens(99, b=8))
+    return seen
+
+
+@pytest.mark.parametrize("compare", ["updated", "given"])
+def test_the_sorting_loss_alone_makes_one_vector_of_the_centroids_and_the_watch_sees_it(compare: str) -> None:
+    model = encoder(mu=0.0, nu=1.0, compare=compare)
+    seen = watched_after(model, steps=80, lr=2e-2)
     assert seen[0].points < 0.2
     assert seen[0].trained > COLLAPSED
     with pytest.warns(UserWarning, match="collapsed"):
@@ -462,15 +468,7 @@ def test_the_first_reading_collapses_and_the_watch_sees_it() -> None:
     found = {}
     for name, settings in (("first", FIRST), ("default", {})):
         model = encoder(layers=1, mu=1.0, nu=1.0, **settings)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        for step in range(60):
-            _, losses = model(tokens(step, b=8))
-            optimizer.zero_grad()
-            model.joint_loss(torch.zeros(()), losses).backward()
-            optimizer.step()
-        with torch.no_grad(), watched(model) as seen:
-            model(tokens(99, b=8))
-        found[name] = seen[0].points
+        found[name] = watched_after(model, steps=60, lr=1e-2)[0].points
     assert found["first"] > 0.5
     assert found["default"] < found["first"]
 
