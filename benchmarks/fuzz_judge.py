@@ -13,6 +13,8 @@ from torch import Tensor
 
 import clusterattn as ca
 from clusterattn.measure.bench import RoundedProducts
+from clusterattn.ops._ahead import Rehearsal
+from clusterattn.ops._launch import recording
 from clusterattn.ops.coarse import kernels as coarse_kernels
 from clusterattn.ops.coarse import reference as coarse
 
@@ -32,27 +34,22 @@ class Near:
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Note what kernels choose: (b*h c t), positions among the keys as they came."""
+        """Note what kernels choose: (b*h c t)."""
         select = coarse_kernels.select
 
         def noted(c: Tensor, keys: Any, reach: Any, top: int) -> tuple[Tensor, Tensor]:
             near, bits = select(c, keys, reach, top)
-            if not first:  # a call may be made once more, to be written down
-                first.append((near, keys.order, c.shape[1] // keys.k.shape[1]))
+            if isinstance(recording.tape, Rehearsal):  # a first call is compiled first, and nothing is launched
+                return near, bits
+            if self.chosen is None:  # a call may be made once more, to be written down
+                self.chosen = near
             return near, bits
 
-        first: list[tuple[Tensor, Tensor | None, int]] = []
         coarse_kernels.select = noted
         try:
             yield
         finally:
             coarse_kernels.select = select
-        for near, order, group in first:
-            self.chosen = near
-            if order is not None:
-                order = order.long().repeat_interleave(group, 0)
-                at = order.gather(1, near.clamp(min=0).flatten(1)).view_as(near)
-                self.chosen = at.masked_fill(near < 0, -1)
 
     @contextmanager
     def taken(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from ._replay import known
 from ._types import Attended, Call, Groups, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
+from .ops._aside import joined
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -248,13 +249,17 @@ def _answered(
     recipe: Method, given: Groups, call: Call, return_state: bool, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Attended, Any]:
     """The answer, and the new state where it was made. Groups that are given serve instead of new ones."""
-    state = None
-    with torch.autocast(q.device.type, enabled=False):
-        if given is None or return_state:
-            fresh, state = recipe.group(q, k, replace(call, values=v.detach()))
-        if given is None:
-            return recipe.attend(q, k, v, fresh, replace(call, fresh=True)), state
-        return recipe.attend(q, k, v, given, call), state
+    state, soon = None, given is None and not torch.compiler.is_compiling()
+    try:
+        with torch.autocast(q.device.type, enabled=False):
+            if given is None or return_state:
+                fresh, state = recipe.group(q, k, replace(call, values=v.detach(), soon=soon))
+            if given is None:
+                return recipe.attend(q, k, v, fresh, replace(call, fresh=True)), state
+            return recipe.attend(q, k, v, given, call), state
+    finally:
+        if soon:
+            joined()
 
 
 def groups(

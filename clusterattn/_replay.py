@@ -25,7 +25,7 @@ from torch.autograd import Function, forward_ad
 from ._types import Method
 from .methods import Exact
 from .methods.auto import times_kept
-from .ops._jit import INTERPRETING
+from .ops._jit import HAVE_TRITON, INTERPRETING
 from .ops._launch import ALIGNED
 
 MOST = 512  # kinds of calls that are remembered before all are forgotten
@@ -36,21 +36,31 @@ _known: dict[tuple[Any, ...], Known] = {}
 _on = True
 
 
-def replay(on: bool) -> None:
-    """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels in the same
-    order, without the time that it takes to choose them. Turning it off also frees what was remembered.
+def replay(on: bool, *, graphs: bool = True) -> None:
+    """Whether calls on a GPU that were made before are replayed (they are, by default): the same kernels, without the
+    time that it takes to choose them; and as CUDA graphs, where the same memory comes again. Either call of this frees
+    what was remembered.
 
     Args:
         on: whether calls are replayed from now on
+        graphs: and whether those that come again with the same memory are replayed as CUDA graphs
     """
     global _on
     _on = on
     forget()
+    if HAVE_TRITON:
+        from .ops._graphs import graphs as of_plays
+
+        of_plays.on = graphs
 
 
 def forget() -> None:
     """Nothing is known of any call."""
     _known.clear()
+    if HAVE_TRITON:
+        from .ops._graphs import graphs
+
+        graphs.forget()
 
 
 def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:

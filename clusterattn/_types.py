@@ -88,6 +88,8 @@ class Members:
 
     order: Tensor  # (b*h n)
     first: Tensor  # (b*h c+2)
+    place: Tensor | None = None  # (b*h n): where each stands in the order; of parts of the keys
+    largest: Tensor | None = None  # (b*h c): the clusters from the largest to the smallest; of parts of the keys
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class Call:
     seed: int | Tensor
     ops: Ops
     fresh: bool = False  # were the groups made in this call? Then their means belong to these very queries
+    soon: bool = False  # does the answer follow at once? Then parts may still be in the making, see ops/_aside.py
     lse: bool = False  # is the log-weight wanted? Some methods save work when it is not
     state: Any = None
     keep_state: bool = False

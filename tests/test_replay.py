@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import clusterattn as ca
 from clusterattn import _replay
 from clusterattn.ops._jit import HAVE_TRITON
-from clusterattn.ops._tape import MEMORY, Slot, _laid_out
+from clusterattn.ops._tape import MEMORY, Lanes, Recorder, Slot, _laid_out
 
 kernels = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -215,3 +215,121 @@ def test_memory_is_shared_only_by_those_that_do_not_meet(slots):
             meet = one.first <= other.last and other.first <= one.last
             apart = offsets[i] >= offsets[j] + other.size or offsets[j] >= offsets[i] + one.size
             assert apart or not meet
+
+
+# ---------------------------------------------------------------------------------------------------- as graphs
+
+
+class Captured:
+    """Instead of a CUDA graph."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self.told, self.name = told, name
+
+    def replay(self) -> None:
+        self.told.append(f"graph {self.name}")
+
+
+def played(monkeypatch: pytest.MonkeyPatch, **limits: int):
+    """A function that plays by name, what it did, and the graphs."""
+    from clusterattn.ops import _graphs
+
+    for name, most in limits.items():
+        monkeypatch.setattr(_graphs, name, most)
+    graphs, told = _graphs.Graphs(), []
+    monkeypatch.setattr(graphs, "_captured", lambda device, run: Captured(told, run.name))
+
+    def play(name: str) -> None:
+        def run(stream: int, pair: object) -> None:
+            told.append(f"play {name}")
+
+        run.name = name
+        graphs.play(name, torch.device("cpu"), run, 0)
+
+    return play, told, graphs
+
+
+@kernels
+def test_a_play_that_comes_again_becomes_a_graph(monkeypatch):
+    play, told, graphs = played(monkeypatch)
+    for name in "abaab":
+        play(name)
+    assert told == ["play a", "play b", "graph a", "graph a", "graph b"]
+    graphs.forget()
+    play("a")
+    assert told[-1] == "play a"
+    assert len(graphs) == 0
+
+
+@kernels
+def test_graphs_are_few_and_those_in_use_stay(monkeypatch):
+    play, told, graphs = played(monkeypatch, MOST=2, IDLE=5, SEEN=8)
+    for name in "aabbcccc":
+        play(name)
+    assert told[-4:] == ["play c"] * 4  # a and b were used lately
+    for name in "bccab":
+        play(name)
+    assert told[-5:] == ["graph b", "graph c", "graph c", "play a", "graph b"]  # a gave way
+    for i in range(40):
+        play(str(i))
+    assert len(graphs) == 2
+    assert len(graphs._seen) <= 8
+
+
+@kernels
+def test_where_no_graph_can_be_the_call_is_played(monkeypatch):
+    play, told, graphs = played(monkeypatch)
+    monkeypatch.setattr(graphs, "_captured", lambda device, run: None)
+    for _ in range(3):
+        play("a")
+    assert told == ["play a"] * 3
+
+
+def test_what_two_lanes_use_lies_apart():
+    """Between parting and meeting nobody knows who is ahead: memory of one lane is not given to the other."""
+    recorder = Recorder([])
+    spans = {"before": (0, 0), "of one": (2, 2), "of the other": (3, 3), "handed on": (2, 6), "after": (6, 6)}
+    recorder.slots = [Slot(MEMORY, size=256, first=first, last=last) for first, last in spans.values()]
+    recorder.steps = [None, Lanes(part=True), None, None, None, Lanes(part=False), None]  # type: ignore[list-item]
+    recorder.spread_out()
+    offsets, size = _laid_out(list(enumerate(recorder.slots)))
+    at = {name: offsets[i] for i, name in enumerate(spans)}
+    assert len({at["of one"], at["of the other"], at["handed on"]}) == 3
+    assert at["after"] != at["handed on"]
+    assert size == 3 * 256
+
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs want a GPU")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("method", METHODS[:4])
+def test_calls_in_the_same_memory_are_graphs_with_the_same_bits(method):
+    from clusterattn.ops._graphs import graphs
+
+    x, others = tensors(1), tensors(2)
+    _replay.replay(False)
+    want = [answers(each, method=method) for each in (x, others)]
+    _replay.replay(True)
+    leaves = [each.clone().requires_grad_() for each in x]
+
+    def both() -> list[Tensor]:
+        out = ca.attention(*leaves, method=method, backend="triton")
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach(), allow_unused=True)
+        return [out.detach(), *(each for each in found if each is not None)]
+
+    for turn in range(12):
+        given, right = (x, want[0]) if turn % 3 else (others, want[1])
+        with torch.no_grad():
+            for leaf, value in zip(leaves, given, strict=True):
+                leaf.copy_(value)
+        stream = torch.cuda.Stream() if turn > 8 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = both()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True)), turn
+    assert len(graphs) >= 2
+    _replay.replay(True, graphs=False)
+    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(both(), right, strict=True))
+    assert len(graphs) == 0

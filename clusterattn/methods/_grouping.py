@@ -150,7 +150,7 @@ def parts(
     real = None if call.mask.keys is None else call.mask.keys.unsqueeze(1)
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
-        return Parts(each, count, call.ops.members(each, count, k))
+        return Parts(each, count, call.ops.members(each, count, k, parts=True))
     asked = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
     h, n = q.shape[1:3]
     ways = min(max(DIRECTIONS * hk // h, 1), n)
@@ -170,7 +170,7 @@ def parts(
     if real is not None:
         labels = torch.where(real, labels, -1)
         labels = torch.where(real.sum(-1, keepdim=True) <= count, ranks(real), labels)
-    return Parts(labels, count, call.ops.members(labels, count, k))
+    return Parts(labels, count, call.ops.members(labels, count, k, parts=True))
 
 
 def parts_cost(n: int, m: int, d: int, e: int, sizes: Sizes, group: int) -> int:

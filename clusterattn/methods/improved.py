@@ -4,12 +4,14 @@ answer on the rest."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
+from ..ops._aside import aside
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
@@ -74,7 +76,12 @@ class Improved(Clustered):
         steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
         rows, call = self._in_one(q.detach(), k, call)
         shared = replace(clusters, labels=self._together(clusters.labels, k))
-        made = _grouping.parts(rows, k.detach(), v, shared, count, steps, self.start, sample, call)
+        make = partial(_grouping.parts, rows, k.detach(), v, shared, count, steps, self.start, sample, call)
+        if not call.soon:
+            return replace(clusters, parts=make()), None
+        with aside(rows, k, v, shared.means, shared.labels) as chain:  # near keys are chosen meanwhile
+            made = make()
+            chain.gives(made.labels, *([] if made.members is None else vars(made.members).values()))
         return replace(clusters, parts=made), None
 
     def _answer(
@@ -95,12 +102,13 @@ class Improved(Clustered):
             shares=call.ops.shares(groups.counts, reach[0], q) if self.slope else None,
             blocks=reach,
             members=groups.members,
+            counts=groups.counts if call.fresh and not call.mask.causal else None,
         )
         return answer
 
     def _sorted(self, parts: Parts, k: Tensor, call: Call) -> Parts:
         """Parts from a caller, who may have moved them: sorted anew where kernels read them so."""
-        return replace(parts, members=call.ops.members(parts.labels, parts.count, k))
+        return replace(parts, members=call.ops.members(parts.labels, parts.count, k, parts=True))
 
     def _attending_cost(self, n: int, c: int, m: int, d: int, e: int) -> int:
         parts, tangent = min(self.parts, m), self.mass == "tangent"

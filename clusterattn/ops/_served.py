@@ -163,7 +163,7 @@ TRITON = Backend(
         "nearest": Served(_why_not_points, _late("kmeans.nearest_kernels.nearest")),
         "lloyd": Served(_why_not_points, _late("kmeans.kernels.lloyd")),
         "assign": Served(_why_not_points, _late("kmeans.nearest_kernels.nearest")),
-        "members": Served(_why_not_members, _late("members.kernels.by_label")),
+        "members": Served(_why_not_members, _late("members.kernels.members")),
         "means": Served(_why_not_means, _late("kmeans.kernels.means"), _late("rows.kernels.broadcast")),
         "take": Served(why_no_kernels, plain_take, _late("rows.kernels.take_backward")),
         "broadcast": Served(why_no_kernels, _late("rows.kernels.broadcast"), _late("rows.kernels.broadcast_backward")),

@@ -4,7 +4,8 @@ A call runs a few dozen kernels, and Python takes longer to choose them than the
 with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and notes its launches,
 torch's operators between them, and the memory that they pass on to each other. A ``Tape`` plays them again for other
 tensors of the same shapes and strides: memory for all of them is one allocation, laid out beforehand, and kernels are
-called by address. Nothing is kept between two plays but numbers; the stream is the caller's.
+called by address. Nothing is kept between two plays but numbers; the stream is the caller's. Plays that come again with
+the same addresses become CUDA graphs (see _graphs.py), in which chains of kernels run side by side (see _aside.py).
 
 What does not follow from shapes is refused while it is recorded: an operator whose result is read on the host, random
 numbers of torch's own, a tensor that came from nowhere. Seeds are the exception: they are played anew, see ``Halves``.
@@ -12,9 +13,11 @@ numbers of torch's own, a tensor that came from nowhere. Seeds are the exception
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._aside import Pair
 from ._chunks import no_autocast
+from ._graphs import graphs
 from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
 from ._places import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Place, Where, given, result, strides_of
 
@@ -58,6 +63,14 @@ class Launch:
     numbers: tuple[Any, ...]
     loose: tuple[Any, ...]
     flags: dict[str, Any]
+    lane: int  # 0: the caller's stream, 1: its companion
+
+
+@dataclass
+class Lanes:
+    """Where a chain begins to run beside, or is waited for."""
+
+    part: bool
 
 
 @dataclass
@@ -78,9 +91,13 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.slots: list[Slot] = []
-        self.steps: list[Launch | Operator] = []
+        self.steps: list[Launch | Operator | Lanes] = []
         self.inputs: list[Tensor] = []
         self.bound = False  # does it hold the seed it was recorded with?
+        self.lane = 0
+        self.abreast = (
+            True  # may lanes be played side by side? What is no kernel by address runs on the caller's stream
+        )
         self._storages: dict[int, int] = {}  # the address of a storage -> its slot, as things stand
         self._exact: dict[int, int] = {}
         self._alive: list[Any] = []  # storages of inputs and draws: nobody else may get their addresses
@@ -156,7 +173,31 @@ class Recorder(TorchDispatchMode):
         with self._looking_away():
             run()
         plan = plan_of(kernel, tensors, numbers, flags)
-        self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags))
+        self.abreast = self.abreast and (plan is not None or self.lane == 0)
+        self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags, self.lane))
+
+    def part(self) -> None:
+        """What comes next runs beside what follows."""
+        self.steps.append(Lanes(part=True))
+        self.lane = 1
+
+    def meet(self) -> None:
+        """What ran beside is waited for."""
+        self.steps.append(Lanes(part=False))
+        self.lane = 0
+
+    def spread_out(self) -> None:
+        """What is used while there are two lanes is in use all the while: nobody knows which of them is ahead."""
+        parted = 0
+        for i, step in enumerate(self.steps):
+            if not isinstance(step, Lanes):
+                continue
+            if step.part:
+                parted = i
+                continue
+            for slot in self.slots:
+                slot.first = parted if parted < slot.first < i else slot.first
+                slot.last = i if parted < slot.last < i else slot.last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -170,6 +211,7 @@ class Recorder(TorchDispatchMode):
             return found
         if func.is_view:
             return func(*args, **named)
+        self.abreast = self.abreast and self.lane == 0
         step = Operator(func, _mapped(args, self.where), _mapped(named, self.where))
         found = func(*args, **named)
         given = {x.untyped_storage().data_ptr() for x in _tensors((args, tuple(named.values())))}
@@ -221,6 +263,9 @@ def _laid_out(slots: list[tuple[int, Slot]]) -> tuple[dict[int, int], int]:
     return offsets, total
 
 
+_numbers = itertools.count()
+
+
 class Kept(NamedTuple):
     """What the forward half of a tape leaves for the backward half."""
 
@@ -260,6 +305,7 @@ class Half:
         for i, one in enumerate(self.slots):
             if one.kind == MADE and begin <= one.first and one.last < end and i not in own:
                 last.setdefault(one.last, []).append(i)
+        self.abreast, self.by_address, self.seeded, self.number = recorder.abreast, True, False, next(_numbers)
         self.steps = [self._ready(step, last.get(i, [])) for i, step in enumerate(recorder.steps[begin:end], begin)]
         self.draws = [
             (i, slot.draw) for i, slot in enumerate(self.slots)
@@ -291,20 +337,25 @@ class Half:
             self.table.append(entry)
         return self._places[key]
 
-    def _ready(self, step: Launch | Operator, frees: list[int]) -> tuple[Any, ...]:
+    def _ready(self, step: Launch | Operator | Lanes, frees: list[int]) -> tuple[Any, ...]:
         """What ``play`` reads of a step. One that takes tensors begins with None, and with what ``_do`` reads."""
+        if isinstance(step, Lanes):
+            return None, (step, (), {}, (), frees), 0, None, None, None, None
+        self.by_address = self.by_address and isinstance(step, Launch) and step.plan is not None
         if isinstance(step, Operator):
             args, named = _mapped(step.args, self._placed), _mapped(step.named, self._placed)
-            return None, (step.function._op, args, named, step.made, frees), None, None, None, None
+            return None, (step.function._op, args, named, step.made, frees), 0, None, None, None, None
+        lane = step.lane if self.abreast else 0
         if step.plan is None:
             args = [self._placed(where) for where in step.tensors]
-            return None, (step, args, {}, (), frees), None, None, None, None
+            return None, (step, args, {}, (), frees), lane, None, None, None, None
         run, function, head, constants = step.plan
         at = [self._place(where) for where in step.tensors]
         pick: Any = itemgetter(*at) if len(at) > 1 else lambda table, only=at[0]: (table[only],)
         if isinstance(step.loose, Halves):
-            return run, step.grid, (function, *head), pick, step.numbers, constants
-        return run, step.grid, (function, *head), pick, (*step.numbers, *step.loose, *constants), None
+            self.seeded = True
+            return run, step.grid, lane, (function, *head), pick, step.numbers, constants
+        return run, step.grid, lane, (function, *head), pick, (*step.numbers, *step.loose, *constants), None
 
     def _placed(self, where: Where) -> Place:
         """Among which tensors of a play, and how."""
@@ -344,31 +395,45 @@ class Half:
         bases += [0] * (self.inputs - len(bases))  # gradients come later
         bases += (scratch.data_ptr(), 0 if memory is None else memory.data_ptr())
         bases += [made[slot].data_ptr() if slot in made else 0 for slot in self.bases]
-        table = [bases[base] + offset for base, offset in self.table]
-        table.append(0)
         made[SCRATCH] = scratch
         if memory is not None:
             made[KEPT] = memory
-        stream, halves = current_stream(device), Halves.of(seed)
-        for run, grid, ahead, pick, numbers, constants in self.steps:
-            if run is None:
-                self._do(grid, inputs, made, halves, table)
-            elif constants is None:
-                run(*grid, stream, *ahead, *pick(table), *numbers)
-            else:
-                run(*grid, stream, *ahead, *pick(table), *numbers, *halves, *constants)
+        run, stream = partial(self._run, bases, seed, inputs, made), current_stream(device)
+        if self.by_address and graphs.on and device.type == "cuda":
+            graphs.play((self.number, seed if self.seeded else 0, *bases), device, run, stream)
+        else:
+            run(stream, None)
         found = [result(where, inputs, made, self._placed) for where in self.outputs]
         # An output that backward reads is kept as another tensor: it will itself hold the graph that holds this.
         return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
 
+    def _run(
+        self, bases: Sequence[int], seed: int, inputs: Sequence[Tensor | None], made: dict[int, Tensor], stream: int,
+        pair: Pair | None,
+    ) -> None:  # fmt: skip
+        """All steps, on a stream; its companion runs what may run beside."""
+        table = [bases[base] + offset for base, offset in self.table]
+        table.append(0)
+        streams, halves = (stream, stream if pair is None else pair.side.cuda_stream), Halves.of(seed)
+        for run, grid, lane, ahead, pick, numbers, constants in self.steps:
+            if run is None:
+                self._do(grid, inputs, made, halves, table, pair)
+            elif constants is None:
+                run(*grid, streams[lane], *ahead, *pick(table), *numbers)
+            else:
+                run(*grid, streams[lane], *ahead, *pick(table), *numbers, *halves, *constants)
+
     def _do(
         self, step: tuple[Any, ...], inputs: Sequence[Tensor | None], made: dict[int, Tensor], halves: Halves,
-        table: list[int],
+        table: list[int], pair: Pair | None,
     ) -> None:  # fmt: skip
-        """A step that takes tensors."""
+        """A step that is no kernel by address."""
         function, args, named, results, frees = step
         passed = [given(x, inputs, made) for x in args]
-        if type(function) is Launch:
+        if type(function) is Lanes:
+            if pair is not None:
+                (pair.part if function.part else pair.meet)()
+        elif type(function) is Launch:
             loose = halves if isinstance(function.loose, Halves) else function.loose
             ordinary(function.kernel, function.grid, passed, function.numbers, loose, function.flags)
         else:
@@ -388,6 +453,8 @@ class Tape:
         self, recorder: Recorder, outputs: Sequence[Where], middle: int | None = None,
         gradients: Sequence[Where] = (),
     ) -> None:  # fmt: skip
+        if recorder.abreast:
+            recorder.spread_out()
         steps, slots = len(recorder.steps), recorder.slots
         split = steps if middle is None else middle
         for where in (*outputs, *gradients):

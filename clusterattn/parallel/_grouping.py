@@ -90,7 +90,7 @@ def parts(
             points_at, pool, real, keys, count, method.steps, method.start, sample, where, call, _grouping.KEYS[1]
         )
         labels = _own_if_few(call.ops.nearest_beside(k, v, seen, centres), labels, keys, count)
-    return Parts(labels, count, call.ops.members(labels, count, k))
+    return Parts(labels, count, call.ops.members(labels, count, k, parts=True))
 
 
 def _own_if_few(labels: Tensor, numbered: Tensor, share: Share, count: int) -> Tensor:

@@ -233,14 +233,17 @@ def test_opcheck_with_kernels() -> None:
     keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
     seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0), "triton")
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
-    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, "triton")
-    part_order, part_first = ops.members(torch.arange(14, device=DEVICE).view(1, 1, 14) % 2, 2, "triton")
+    c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, False, "triton")[:2]
+    by_part = ops.members(torch.arange(14, device=DEVICE).view(1, 1, 14) % 2, 2, True, "triton")
     centres = torch.ones(1, 1, 33, device=DEVICE)
     found = [torch.randn(size, device=DEVICE) for size in ((1, 4, 19), (1, 4), (1, 1, 19))]
-    one, two = (None, None, None), (part_order, part_first, torch.full((1, 2, 3), 1 / 3, device=DEVICE))
+    counts = torch.full((1, 2, 3), 3, device=DEVICE)
+    one, two = (None,) * 6, (*by_part, torch.full((1, 2, 3), 1 / 3, device=DEVICE), None)
+    three = (*two[:5], counts)
     for op, args in (
         (ops.take, (k, at, "triton")),
-        (ops.members, (labels, 3, "triton")),
+        (ops.members, (labels, 3, False, "triton")),
+        (ops.members, (labels, 3, True, "triton")),
         (ops.broadcast, (c, labels, None, None, "triton")),
         (ops.broadcast, (c, labels, order, first, "triton")),
         (ops.means, (q, labels, order, first, 3, "triton")),
@@ -254,6 +257,10 @@ def test_opcheck_with_kernels() -> None:
         (ops.near_and_far, (q, c, k, v, keep, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 1, False, "triton")),
         (ops.near_and_far, (q, c, k, v, None, labels, order, first, *one, 0.25, 3, 0, 0, 0, 1, 2, True, "triton")),
         (ops.near_and_far, (q, c, k, v, None, labels, order, first, *two, 0.25, 3, 0, 0, 0, 2, 1, False, "triton")),
+        (
+            ops.near_and_far,
+            (q, c.detach(), k, v, None, labels, order, first, *three, 0.25, 3, 0, 0, 0, 2, 1, False, "triton"),
+        ),
         (ops.view, (q.detach(), k.detach(), v.detach(), c.detach(), labels, at, at[:, :1], "triton")),
         (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, None, None, "triton")),
         (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, at[:, :1], at[:, 1:, 1:], "triton")),
@@ -263,46 +270,44 @@ def test_opcheck_with_kernels() -> None:
         torch.library.opcheck(op, args)
 
 
-@pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150)])
-def test_the_roll_is_a_stable_sort(n: int, clusters: int) -> None:
+@pytest.mark.parametrize("parts", [False, True], ids=["clusters", "parts"])
+@pytest.mark.parametrize(("n", "clusters"), [(1, 1), (70, 6), (1100, 20), (300, 150), (300, 1100)])
+def test_the_roll_is_a_stable_sort(n: int, clusters: int, parts: bool) -> None:
     labels = torch.randint(-1, clusters, (1, 3, n), generator=torch.Generator().manual_seed(n)).to(DEVICE)
-    order, first = torch.ops.clusterattn.members(labels, clusters, "triton")
+    order, first, place, largest = torch.ops.clusterattn.members(labels, clusters, parts, "triton")
     home = torch.where(labels[0] < 0, clusters, labels[0])
     assert torch.equal(order.long(), home.argsort(dim=-1, stable=True))
     counts = torch.stack([torch.bincount(one, minlength=clusters + 1) for one in home])
     assert torch.equal(first[:, 1:].long(), counts.cumsum(-1))
+    if not parts:
+        assert place.numel() == largest.numel() == 0
+        return
+    assert torch.equal(place.long(), order.argsort(dim=-1))
+    by_size = counts[:, :clusters].argsort(dim=-1, descending=True, stable=True)
+    assert torch.equal(largest.long(), by_size if clusters <= 1000 else torch.arange(clusters).expand(3, -1).to(DEVICE))
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["in place", "moved"])
 @pytest.mark.parametrize("stretches", [2, 1022], ids=["wide", "narrow"])
-def test_gradients_of_near_keys_are_added_key_by_key(
-    stretches: int, moved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_near_keys_are_added_key_by_key(stretches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from clusterattn.ops.coarse import arrange
 
     monkeypatch.setattr(arrange, "STRETCHES", stretches)
     draw = torch.Generator().manual_seed(3)
     b, h, hk, m, c, t, d, e = 1, 4, 2, 150, 5, 17, 16, 8
-    order = torch.stack([torch.randperm(m, generator=draw) for _ in range(b * hk)])
     at = torch.randint(-1, m, (b * h, c, t), generator=draw)
     at[:, :, 0] = 70  # everybody's
     sizes = ((b, hk, m, d), (b, hk, m, e), (b * h, c, t, d), (b * h, c, t, e))
     dk, dv, near_dk, near_dv = (torch.randn(size, generator=draw) for size in sizes)
     wanted = []
-    if not moved:
-        order = torch.arange(m).expand(b * hk, m)
     for x, near in ((dk, near_dk), (dv, near_dv)):
         total = torch.zeros(b * hk, m + 1, x.shape[3]).double()
         total[:, :m] = x[0]
         for head in range(b * hk):
             entries = at[2 * head : 2 * head + 2].flatten()
-            rows = torch.where(entries < 0, m, order[head][entries])
+            rows = torch.where(entries < 0, m, entries)
             total[head].index_add_(0, rows, near[2 * head : 2 * head + 2].flatten(0, 2).double())
         wanted.append(total[:, :m])
-    keys = arrange.Arranged(dk, dv, None, order.int().to(DEVICE) if moved else None)
-    found = arrange.add_near(*(x.to(DEVICE) for x in (dk.clone(), dv.clone())), keys, *(
-        x.to(DEVICE) for x in (at, near_dk, near_dv)
-    ))  # fmt: skip
+    found = arrange.add_near(*(x.to(DEVICE) for x in (dk.clone(), dv.clone(), at, near_dk, near_dv)))
     for one, two in zip(found, wanted, strict=True):
         torch.testing.assert_close(one[0].double().cpu(), two, rtol=1e-5, atol=1e-5)
 

@@ -242,7 +242,7 @@ def test_the_kernels_op_counts_as_the_definition_does(name: str) -> None:
         q, cs, k, v = (torch.empty(b, h, *size) for size in ((n, d), (c, d), (m, d), (m, e)))
         whole = torch.empty(b, h, n, dtype=torch.int64)
         pi = torch.empty(b, h, c) if method.slope else None
-        given = (None, whole, whole, whole, None, None, pi)
+        given = (None, whole, whole, whole, *(None,) * 4, pi, None)
         settings = (0.25, method.top, 0, 0, 0, method.parts, mass, False, "triton")
         q.requires_grad_()
         out, *_ = torch.ops.clusterattn.near_and_far(q, cs, k, v, *given, *settings)

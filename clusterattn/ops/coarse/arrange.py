@@ -2,17 +2,18 @@
 
 In that order each part is a stretch: kernels read whole tiles, and the bit mask of near keys in whole words. Forward
 looks the rows up one by one, which costs less than a copy; backward, which reads them more often, makes the copy.
-Gradients go back to where the keys came from. Those of near keys, which come cluster by cluster, are added to them key
-by key: sorted by stretches of keys, then picked by a product with ones.
+Gradients go back to where the keys came from. Those of near keys, which are read where they came from and come cluster
+by cluster, are added key by key: sorted by stretches of keys, then picked by a product with ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..._types import Members
 from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch
 from ..members.kernels import by_label
@@ -27,6 +28,8 @@ class Arranged:
     keep: Tensor | None  # (b m), or (b hk m) where they were moved: False for a key that is not real
     order: Tensor | None = None  # (b*hk m): where each came from, or stands
     first: Tensor | None = None  # (b*hk p+2): where each part begins
+    place: Tensor | None = None  # (b*hk m): where each stands in the order
+    largest: Tensor | None = None  # (b*hk p): the parts from the largest to the smallest
     moved: bool = True  # with an order: the rows are a copy in that order
 
     @property
@@ -48,6 +51,12 @@ class Arranged:
 
     def order_or(self, other: Tensor) -> Tensor:
         return other if self.order is None else self.order
+
+    def place_or(self, other: Tensor) -> Tensor:
+        return other if self.place is None else self.place
+
+    def largest_or(self, other: Tensor) -> Tensor:
+        return other if self.largest is None else self.largest
 
 
 @jit
@@ -78,20 +87,18 @@ def arrange_kernel(
 
 @jit
 def near_shares_kernel(
-    NEAR_AT, ENTRIES, FIRST, ORDER, NEAR_DK, NEAR_DV, DK, DV, m, d, e, total, stretches, width,
-    MOVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    NEAR_AT, ENTRIES, FIRST, NEAR_DK, NEAR_DV, DK, DV, m, d, e, total, stretches, width,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """What stands at the entries of NEAR_AT (lead total) is added to DK and DV, row i of the arranged keys to row
-    ORDER[i]. ENTRIES: their numbers by stretches of keys, each so wide."""
+    """What stands at the entries of NEAR_AT (lead total) is added to DK and DV. ENTRIES: their numbers by stretches of
+    keys, each so wide."""
     in_turn()
     lead, place = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     stretch = tl.program_id(0) * BM // width
     begin = tl.load(FIRST + lead * (stretches + 2) + stretch)
     end = tl.load(FIRST + lead * (stretches + 2) + stretch + 1)
     if end > begin:
-        dims, values, to = tl.arange(0, BD), tl.arange(0, BE), place.to(tl.int64)
-        if MOVED:
-            to = tl.load(ORDER + lead * m + place, mask=place < m, other=0).to(tl.int64)
+        dims, values = tl.arange(0, BD), tl.arange(0, BE)
         dk, dv, hits = tl.zeros((BM, BD), tl.float32), tl.zeros((BM, BE), tl.float32), tl.zeros((BM,), tl.int32)
         for turn in range(begin, end, BN):
             entry = turn + tl.arange(0, BN)
@@ -108,7 +115,7 @@ def near_shares_kernel(
             hits += tl.sum(mine.to(tl.int32), 1)
             dk += tl.dot(mine.to(k.dtype), k, input_precision="tf32x3")
             dv += tl.dot(mine.to(v.dtype), v, input_precision="tf32x3")
-        hit, to = (hits > 0)[:, None], (lead * m + to)[:, None]
+        hit, to = (hits > 0)[:, None], (lead * m + place)[:, None]
         of_k, of_v = hit & (dims < d)[None, :], hit & (values < e)[None, :]
         dk += tl.load(DK + to * d + dims[None, :], mask=of_k, other=0.0).to(tl.float32)
         dv += tl.load(DV + to * e + values[None, :], mask=of_v, other=0.0).to(tl.float32)
@@ -116,16 +123,19 @@ def near_shares_kernel(
         tl.store(DV + to * e + values[None, :], dv.to(DV.dtype.element_ty), mask=of_v)
 
 
-def in_order(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:
-    """As ``arrange``, without a copy."""
-    return Arranged(rows(k), rows(v), None if keep is None else keep.contiguous(), order, first, moved=False)
+def in_order(k: Tensor, v: Tensor, keep: Tensor | None, parts: Members | None = None) -> Arranged:
+    """Keys as they came, beside the order of their parts; None where they are one."""
+    keys = Arranged(rows(k), rows(v), None if keep is None else keep.contiguous(), moved=False)
+    if parts is None:
+        return keys
+    return replace(keys, order=parts.order, first=parts.first, place=parts.place, largest=parts.largest)
 
 
-def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, first: Tensor | None) -> Arranged:
-    """order (b*hk m), first (b*hk p+2): of the keys by part, None where they are one."""
-    k, v = rows(k), rows(v)
-    if order is None or first is None:
-        return Arranged(k, v, None if keep is None else keep.contiguous())
+def arrange(keys: Arranged) -> Arranged:
+    """A copy of the rows in the order of their parts."""
+    k, v, keep, order = keys.k, keys.v, keys.keep, keys.order
+    if order is None:
+        return keys
     (b, hk, m, d), e = k.shape, v.shape[3]
     if keep is not None:
         keep = keep.unsqueeze(1).expand(b, hk, m).gather(2, order.view(b, hk, m).long())
@@ -134,14 +144,11 @@ def arrange(k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor | None, fir
         arrange_kernel, (cdiv(m, 64), b * hk), (k, v, order, to_k, to_v),
         (m, d, e, hk, *k.stride()[:3], *v.stride()[:3]), BM=64, BD=power(d), BE=power(e), num_warps=4,
     )  # fmt: skip
-    return Arranged(to_k, to_v, keep, order, first)
+    return replace(keys, k=to_k, v=to_v, keep=keep, moved=True)
 
 
-def add_near(
-    dk: Tensor, dv: Tensor, keys: Arranged, near_at: Tensor, near_dk: Tensor, near_dv: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values (b hk m ...), where they came from, with those of the near keys at near_at
-    (b*h c t), of the arranged ones: in place."""
+def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values (b hk m ...) with those of the near keys at near_at (b*h c t): in place."""
     (b, hk, m, d), e, half = dk.shape, dv.shape[3], dk.element_size() == 2
     if near_at.shape[2] == 0:
         return dk, dv
@@ -151,8 +158,8 @@ def add_near(
     entries, first = by_label(near_at.view(b * hk, -1), stretches, width)
     launch(
         near_shares_kernel, (cdiv(m, tile), b * hk),
-        (near_at, entries, first, entries if keys.order is None else keys.order, near_dk, near_dv, dk, dv),
-        (m, d, e, near_at.numel() // (b * hk), stretches, width), MOVED=keys.order is not None, BM=tile, BN=32,
-        BD=power(d), BE=power(e), num_warps=2 if half and d + e <= 128 else 4, num_stages=1,
+        (near_at, entries, first, near_dk, near_dv, dk, dv),
+        (m, d, e, near_at.numel() // (b * hk), stretches, width), BM=tile, BN=32, BD=power(d), BE=power(e),
+        num_warps=2 if half and d + e <= 128 else 4, num_stages=1,
     )  # fmt: skip
     return dk, dv

@@ -271,16 +271,19 @@ def coarse_bwd_kv_kernel(
 
 @jit
 def coarse_bwd_c_kernel(
-    C, K, V, KEEP, BITS, FIRST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, DC,
+    C, K, V, KEEP, BITS, FIRST, LARGEST, DY, DM, DELTA, LSE, NEAR_LSE, D_NEAR, AMOUNT, PULL, DC,
     rows, m, d, e, heads, group, scale, natural_scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, TANGENT: tl.constexpr,
     SLOPE: tl.constexpr, PREFIX: tl.constexpr, EVEN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The programs are those of coarse_fwd_kernel."""
     in_turn()
-    split, part, lead = tl.program_id(0) % splits, tl.program_id(0) // splits, tl.program_id(2).to(tl.int64)
+    split, part, lead = tl.program_id(2) % splits, tl.program_id(2) // splits, tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
+    if HAS_PARTS:
+        part = tl.load(LARGEST + (batch * (heads // group) + head) * parts + part)
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
     here, wide, long = within(row, rows, EVEN), within(dims, d, EVEN), within(values, e, EVEN)
     mine, far_row, tile = lead * rows + row, (lead * parts + part) * rows + row, tl.arange(0, BM)
@@ -403,7 +406,8 @@ def backward(
     splits, stretch = cuts(m, b * h * row_tiles, tile["BM"], parts)
     part = torch.empty(b * h, splits * parts, clusters, d, dtype=torch.float32, device=c.device)
     launch(
-        coarse_bwd_c_kernel, (splits * parts, row_tiles, b * h), (*bits, keys.first_or(c), *rows, of_keys[0], part),
+        coarse_bwd_c_kernel, (b * h, row_tiles, splits * parts),
+        (*bits, keys.first_or(c), keys.largest_or(c), *rows, of_keys[0], part),
         (*sizes, splits, stretch, *strides), EVEN=wide and clusters % tile["BC"] == 0, num_warps=4, **flags, **tile,
         **registers(k, v),
     )  # fmt: skip

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._aside import joined
 from .._jit import THIN, in_turn, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged, rows_of
-from .near import _limit, across, near_across, select
+from .near import _limit, across, marked, near_across, select
 from .reference import Reach
 from .slope import slope_of
 
@@ -37,7 +38,7 @@ def _stretch(FIRST, place, part, parts, m, split, splits, stretch, HAS_PARTS: tl
 
 @jit
 def coarse_fwd_kernel(
-    C, K, V, KEEP, ORDER, BITS, FIRST, OUT, MEAN, STATS, LSE, NEAR_LSE, LEVEL,
+    C, K, V, KEEP, ORDER, BITS, FIRST, LARGEST, OUT, MEAN, STATS, LSE, NEAR_LSE, LEVEL,
     rows, m, d, e, heads, group, scale, per, first, step, words, parts, splits, stretch,
     skb, skh, skm, svb, svh, svm, seb, seh,
     HAS_KEEP: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_PARTS: tl.constexpr, BY_ORDER: tl.constexpr,
@@ -48,18 +49,19 @@ def coarse_fwd_kernel(
     """A stretch of the keys. WHOLE: it is all of its part, and the answer is the answer; else join_kernel follows.
     PREFIX: rows see keys up to a limit of their own.
 
-    Heads come first among the programs: parts differ in size, and those of one head that start last would be waited
-    for."""
+    Parts differ in size, and one that starts last would be waited for: the largest come first, of all heads."""
     in_turn()
     split, part, lead = tl.program_id(2) % splits, tl.program_id(2) // splits, tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, (lead % heads) // group
+    key_lead = batch * (heads // group) + head
+    if HAS_PARTS:
+        part = tl.load(LARGEST + key_lead * parts + part)
     row, dims, values = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD), tl.arange(0, BE)
     c = tl.load(
         C + (lead * rows + row[:, None]) * d + dims[None, :],
         mask=(row[:, None] < rows) & (dims[None, :] < d),
         other=0.0,
     )
-    key_lead = batch * (heads // group) + head
     begin, end, low, stop = _stretch(FIRST, key_lead, part, parts, m, split, splits, stretch, HAS_PARTS, BM)
     slope = tl.where(scale == 0, 1.0, tl.abs(scale))  # above zero, so that the largest product is the largest logit
     c = tl.where(scale == 0, 0.0, tl.where(scale < 0, -c, c)).to(c.dtype)
@@ -205,8 +207,8 @@ class Far:
     mean_key: Tensor  # (b*h p c d), or (b*h p c 0)
     lse: Tensor  # (b*h p c)
     near_lse: Tensor  # (b*h c)
-    near_at: Tensor  # (b*h c t): among the arranged keys
-    bits: Tensor  # (b*h words c): the same as a mask
+    near_at: Tensor  # (b*h c t)
+    bits: Tensor  # (b*h words c): the same as a mask of the keys in the order of their parts
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
     level: Tensor | None = None  # (b*h p c): see _level; forward alone reads it
 
@@ -245,6 +247,9 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     bits = torch.empty(lead, 0, clusters, dtype=torch.int32, device=c.device)
     if top:
         near_at, bits = select(c, keys, reach, top)
+    joined()  # the parts, which nobody needed so far
+    if top and keys.order is not None:
+        marked(near_at, bits, keys, h)
     tile = _forward_tiles(k, v, clusters, lead, parts)
     row_tiles = cdiv(clusters, tile["BC"])
     splits, stretch = cuts(m, lead * row_tiles, tile["BM"], parts)
@@ -261,7 +266,8 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     stats = new(lead, 0 if whole else splits, parts, clusters, 4)
     launch(
         coarse_fwd_kernel, (lead, row_tiles, splits * parts),
-        (c, k, v, keys.keep_or(c), keys.order_or(c), bits, keys.first_or(c), part, means, stats, lse, near_lse, level),
+        (c, k, v, keys.keep_or(c), keys.order_or(c), bits, keys.first_or(c), keys.largest_or(c), part, means, stats,
+        lse, near_lse, level),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, words, parts, splits,
         stretch, *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
         HAS_KEEP=keys.keep is not None, HAS_NEAR=top > 0, HAS_PARTS=keys.first is not None,

@@ -4,6 +4,8 @@ A pass over the keys writes the largest score of every few neighbouring keys, a 
 ``top`` best keys of a row can only lie in its ``top`` best groups, and these only in its ``top`` best spans: three
 searches for a threshold among a few hundred numbers each, and the few keys that are left are scored anew. The chosen
 keys become a list and a bit mask, (lead words rows): a word has 32 keys, and a tile of rows reads its words together.
+
+Keys are chosen as they came, the mask is of the keys in the order of their parts: so that parts may be made meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
-from .arrange import Arranged, rows_of
+from .arrange import Arranged
 from .reference import Reach
 
 GROUP = 4  # keys
@@ -79,9 +81,8 @@ def _rounded(best, scale):
 
 @jit
 def maxima_kernel(
-    C, K, KEEP, ORDER, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, BY_ORDER: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr,
-    GROUP: tl.constexpr,
+    C, K, KEEP, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The best score of each group and span of a few tiles of keys; tiles that no row here may see are left out. FLIP:
@@ -113,8 +114,7 @@ def maxima_kernel(
     best_at = BEST + (lead * rows + row[:, None]) * columns * (BM // GROUP) + tl.arange(0, BM // GROUP)[None, :]
     span_at = SPANS + (lead * rows + row[:, None]) * columns * (BM // SPAN) + tl.arange(0, BM // SPAN)[None, :]
     for tile in range(begin, end):
-        at = tl.minimum(tile * BM + place, m - 1)  # behind the last key it is seen again, so no group is empty
-        key = rows_of(ORDER, batch * (heads // group) + head, at, m, BY_ORDER)
+        key = tl.minimum(tile * BM + place, m - 1)  # behind the last key it is seen again, so no group is empty
         k = tl.load(
             K + batch * skb + head * skh + key.to(tl.int64)[:, None] * skm + dims[None, :],
             mask=(dims < d)[None, :], other=0.0,
@@ -125,7 +125,7 @@ def maxima_kernel(
         if HAS_KEEP:
             s = tl.where((tl.load(KEEP + batch * seb + head * seh + key) != 0)[None, :], s, float("-inf"))
         if PREFIX:
-            s = tl.where(at[None, :] < limit[:, None], s, float("-inf"))
+            s = tl.where(key[None, :] < limit[:, None], s, float("-inf"))
         s = tl.permute(tl.reshape(s, (BC, BM // 8, 4, 2)), (0, 2, 1, 3))
         best = tl.max(tl.reshape(s, (BC, BM // GROUP, GROUP)), 2)
         value = _rounded(best, tl.abs(scale))
@@ -241,14 +241,13 @@ def _write(LIST, what, top, BT: tl.constexpr):
 
 @jit
 def select_kernel(
-    C, K, KEEP, ORDER, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, BY_ORDER: tl.constexpr, LEVELS: tl.constexpr,
-    GROUP: tl.constexpr, SPAN: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    C, K, KEEP, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, MARKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The near keys of one row, by the best of its spans (LEVELS 3), the best groups of these (LEVELS 2) and the best
     keys of these. Where there are no more than ``top`` spans, or groups, all are looked at. What a level has found
-    stands where the near keys will."""
+    stands where the near keys will. MARKS: in the mask as well, which is of the keys as they came."""
     in_turn()
     EACH: tl.constexpr = SPAN // GROUP
     lead, row = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -280,7 +279,7 @@ def select_kernel(
         key = tl.where(entry < 0, m, entry * GROUP + key % GROUP)
     batch, head = (lead // heads).to(tl.int64), ((lead % heads) // group).to(tl.int64)
     seen = key < limit
-    source = rows_of(ORDER, batch * (heads // group) + head, tl.where(seen, key, 0), m, BY_ORDER)
+    source = tl.where(seen, key, 0)
     if HAS_KEEP:
         seen = seen & (tl.load(KEEP + batch * seb + head * seh + source, mask=seen, other=0) != 0)
     s = tl.zeros((BT * GROUP,), tl.float32)
@@ -296,8 +295,26 @@ def select_kernel(
     if LEVELS > 1:
         key = _among(LIST, key, GROUP)
     _write(LIST, key, top, BT)
-    word = BITS + (lead.to(tl.int64) * words + key // 32) * rows + row
-    tl.atomic_or(word, 1 << (key % 32), mask=key >= 0, sem="relaxed")
+    if MARKS:
+        _mark(BITS, lead.to(tl.int64), row, rows, words, key)
+
+
+@jit
+def _mark(BITS, lead, row, rows, words, place):
+    """Keys at these places are near for a row; -1: none."""
+    word = BITS + (lead * words + place // 32) * rows + row
+    tl.atomic_or(word, 1 << (place % 32), mask=place >= 0, sem="relaxed")
+
+
+@jit
+def mark_kernel(NEAR, PLACE, BITS, rows, m, heads, group, words, top, BT: tl.constexpr):
+    """The mask of keys that stand in the order of their parts."""
+    in_turn()
+    at, lead = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1).to(tl.int64)
+    key_lead = lead // heads * (heads // group) + (lead % heads) // group
+    key = tl.load(NEAR + lead * rows * top + at, mask=at < rows * top, other=-1)
+    place = tl.load(PLACE + key_lead * m + key, mask=key >= 0, other=-1)
+    _mark(BITS, lead, at // top, rows, words, place)
 
 
 def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
@@ -314,7 +331,8 @@ def _search_tiles(size: int, d: int, top: int, spans: int, span: int) -> dict[st
 
 
 def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
-    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead words rows)."""
+    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead words rows); of parts it is
+    empty, and ``marked`` fills it."""
     k = keys.k
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, cdiv(m, 32)
@@ -333,21 +351,27 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     view = clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, padded
     strides = *k.stride()[:3], *keys.keep_strides
     launch(
-        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), keys.order_or(c), best,
-        best_spans, bits),
+        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), best, best_spans, bits),
         (*view, tiles, words, *strides),
-        HAS_KEEP=keys.keep is not None, BY_ORDER=keys.by_order, PREFIX=reach.per > 0, FLIP=reach.scale < 0,
-        GROUP=GROUP, SPAN=span, BW=16,
+        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, FLIP=reach.scale < 0, GROUP=GROUP, SPAN=span, BW=16,
         PRECISION=precision(k), num_stages=3, **tile,
     )  # fmt: skip
     launch(
-        select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), keys.order_or(c), best, best_spans, near, bits),
+        select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), best, best_spans, near, bits),
         (*view, words, top, *strides),
-        HAS_KEEP=keys.keep is not None, BY_ORDER=keys.by_order, LEVELS=1 + (groups > top) + (spans > top),
-        GROUP=GROUP, SPAN=span,
-        BM=tile["BM"], **_search_tiles(k.element_size(), d, top, spans, span),
+        HAS_KEEP=keys.keep is not None, MARKS=keys.order is None, LEVELS=1 + (groups > top) + (spans > top),
+        GROUP=GROUP, SPAN=span, BM=tile["BM"], **_search_tiles(k.element_size(), d, top, spans, span),
     )  # fmt: skip
     return near, bits
+
+
+def marked(near: Tensor, bits: Tensor, keys: Arranged, heads: int) -> None:
+    """The near keys (lead rows top) of so many heads in the mask of keys that fall into parts."""
+    (lead, rows, top), (hk, m) = near.shape, keys.k.shape[1:3]
+    launch(
+        mark_kernel, (cdiv(rows * top, 512), lead), (near, keys.place_or(near), bits),
+        (rows, m, heads, heads // hk, bits.shape[1], top), BT=512, num_warps=4,
+    )  # fmt: skip
 
 
 def closest(c: Tensor, points: Tensor, valid: Tensor | None, top: int) -> Tensor:

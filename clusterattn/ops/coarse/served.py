@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import backward_kernels, kernels
-from .arrange import arrange
+from .arrange import in_order
 from .kernels import Far
 from .reference import Found, Gradients, Reach
 
@@ -16,7 +16,7 @@ def forward(
     c: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, part_of: Tensor | None, pi: Tensor | None, reach: Reach
 ) -> tuple[Found, Tensor]:
     b, h, rows, d = c.shape
-    far = kernels.forward(c, arrange(k, v, key_mask, None, None), None, reach)
+    far = kernels.forward(c, in_order(k, v, key_mask), None, reach)
     lead = (b, h, rows)
     found = Found(
         far.out.view(*lead, 1, -1), far.mean_key.view(*lead, 1, far.mean_key.shape[-1]), far.lse.view(*lead, 1),
@@ -46,5 +46,5 @@ def backward(
         asked(given.out, found.out), asked(given.mean_key, found.mean_key), asked(given.lse, found.lse),
         given.near_lse,
     )  # fmt: skip
-    keys = arrange(k, v, key_mask, None, None)
+    keys = in_order(k, v, key_mask)
     return backward_kernels.backward(backward_kernels.prepared(wanted, keys, there, reach), c, keys, there, reach)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..._types import Attended, Mask, Members, Parts
 from .. import _backends
+from .._aside import joined
 from .._chunks import wide
 from .._op import op
 from ..coarse import Coarse, Reach, coarse
@@ -121,20 +122,27 @@ _Answer = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 @op("near_and_far")
 def _near_and_far(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
-    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
+    part_order: Optional[Tensor], part_first: Optional[Tensor], part_place: Optional[Tensor],
+    part_largest: Optional[Tensor], pi: Optional[Tensor], counts: Optional[Tensor],
     scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
 ) -> _Answer:  # fmt: skip
     reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
+    by_part = _by_part(part_order, part_first, part_place, part_largest)
     answer: _Answer = _backends.function("near_and_far", backend)(
-        q, c, k, v, keep, order, first, part_order, part_first, pi, reach, mass, detach
+        q, c, k, v, keep, order, first, by_part, pi, reach, mass, detach
     )
     return answer
+
+
+def _by_part(order: Tensor | None, first: Tensor | None, place: Tensor | None, largest: Tensor | None) -> Any:
+    return None if order is None or first is None else Members(order, first, place, largest)
 
 
 @_near_and_far.fake
 def _(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Optional[Tensor], labels: Tensor, order: Tensor, first: Tensor,
-    part_order: Optional[Tensor], part_first: Optional[Tensor], pi: Optional[Tensor],
+    part_order: Optional[Tensor], part_first: Optional[Tensor], part_place: Optional[Tensor],
+    part_largest: Optional[Tensor], pi: Optional[Tensor], counts: Optional[Tensor],
     scale: float, top: int, per: int, begin: int, step: int, parts: int, mass: int, detach: bool, backend: str,
 ) -> _Answer:  # fmt: skip
     (b, h, n, d), clusters, (m, e), wide_ = q.shape, c.shape[2], v.shape[2:], torch.float32
@@ -157,13 +165,13 @@ def _near_and_far_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """groups, answer, sizes: as the op of forward takes and gives them."""
-    keep, labels, order, first, part_order, part_first, pi = groups
+    keep, labels, order, first, *by_part, pi, counts = groups
     out, lse, share, *far = answer
     top, per, begin, step, parts, mass = sizes
     reach = Reach(scale, top, MASSES[mass] == "tangent", per, begin, step, parts)
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _backends.backward("near_and_far", backend)(
         torch.zeros_like(out) if d_out is None else d_out, d_lse, q, c, k, v, keep, labels, order, first,
-        part_order, part_first, pi, out, lse, share, tuple(far), reach, mass, detach,
+        _by_part(*by_part), pi, counts, out, lse, share, tuple(far), reach, mass, detach,
     )  # fmt: skip
     return found
 
@@ -176,8 +184,8 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Answer) -> None:
-    ctx.settings = inputs[11:]
-    ctx.save_for_backward(*inputs[:11], *output)
+    ctx.settings = inputs[14:]
+    ctx.save_for_backward(*inputs[:14], *output)
     ctx.mark_non_differentiable(*output[2:])
 
 
@@ -185,7 +193,7 @@ def _give_back(ctx: Any, d_out: Any, d_lse: Any, *_: Any) -> tuple[Any, ...]:
     q, c, k, v, *rest = ctx.saved_tensors
     scale, *sizes, detach, backend = ctx.settings
     found: tuple[Any, ...] = _near_and_far_backward(
-        d_out, d_lse, q, c, k, v, rest[:7], rest[7:], scale, sizes, detach, backend
+        d_out, d_lse, q, c, k, v, rest[:10], rest[10:], scale, sizes, detach, backend
     )
     return found
 
@@ -207,14 +215,14 @@ def _of_both(
 
 @_near_and_far.flops
 def _(q: Any, c: Any, k: Any, v: Any, *rest: Any) -> int:
-    return 2 * _of_both(q, c, k, v, *rest[6:])
+    return 2 * _of_both(q, c, k, v, rest[8], *rest[10:])
 
 
 @_near_and_far_backward.flops
 def _(
     d_out: Any, d_lse: Any, q: Any, c: Any, k: Any, v: Any, groups: Any, answer: Any, scale: float, sizes: Any, *_: Any
 ) -> int:
-    return 2 * _of_both(q, c, k, v, groups[6], scale, *sizes, backward=True)
+    return 2 * _of_both(q, c, k, v, groups[8], scale, *sizes, backward=True)
 
 
 # ---------------------------------------------------------------------------------------------------- the verb
@@ -223,24 +231,29 @@ def _(
 def near_and_far(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, labels: Tensor, mask: Mask, scale: float, *,
     top: int, mass: str, detach_mass: bool = False, parts: Parts | None = None, shares: Tensor | None = None,
-    blocks: tuple[int, int, int] = (0, 0, 0), members: Members | None = None, backend: str = "reference",
+    blocks: tuple[int, int, int] = (0, 0, 0), members: Members | None = None, counts: Tensor | None = None,
+    backend: str = "reference",
 ) -> Attended:  # fmt: skip
     """q (b h n d), centroids c (b h c d), k (b hk m d), v (b hk m e), labels (b h n) with -1 for nobody's and their
-    members. mass: how the far part weighs for each query, see Improved; parts, shares (for the slope of the far values)
-    and blocks: see coarse."""
+    members; counts (b h c) of those, where the centroids are their means. mass: how the far part weighs for each query,
+    see Improved; parts, shares (for the slope of the far values) and blocks: see coarse."""
     causal, slope = blocks[0] > 0, shares is not None
     name = _backends.serving("near_and_far", backend, q, k, v, c.shape[2], parts, slope, causal)
     if name != _backends.REFERENCE:
         assert members is not None  # made wherever kernels are
-        by_part: tuple[Tensor | None, Tensor | None] = (None, None)
+        by_part: tuple[Tensor | None, ...] = (None,) * 4
         if parts is not None:  # groups from elsewhere may come without the order that kernels read
-            arranged = parts.members or sorted_members(parts.labels, parts.count, k, backend=name)
+            arranged = parts.members
+            if arranged is None or arranged.place is None:
+                arranged = sorted_members(parts.labels, parts.count, k, parts=True, backend=name)
             assert arranged is not None
-            by_part = (arranged.order, arranged.first)
+            by_part = (arranged.order, arranged.first, arranged.place, arranged.largest)
         settings = (scale, top, *blocks, 1 if parts is None else parts.count, MASSES.index(mass), detach_mass, name)
-        given = (mask.keys, labels, members.order, members.first, *by_part, shares)
-        out, lse, *_ = _near_and_far(q, c, k, v, *given, *settings)
+        given = (mask.keys, labels, members.order, members.first, *by_part, shares, counts)
+        # the gradient of means goes on to their members where theirs is made
+        out, lse, *_ = _near_and_far(q, c if counts is None else c.detach(), k, v, *given, *settings)
         return Attended(out, lse)
+    joined()
     tangent = mass == "tangent"
     found = coarse(c, k, v, mask, scale, top=top, tangent=tangent, parts=parts, shares=shares, blocks=blocks)
     return fine(q, c, k, v, labels, found, scale, mass, detach_mass, per=blocks[0])

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._types import Members
 from .._jit import in_turn, jit, narrow, precision, registers, rows, tl
 from .._launch import launch, stacked
 from ..coarse import backward_kernels as coarse_backward
-from ..coarse.arrange import Arranged, add_near, arrange
+from ..coarse.arrange import Arranged, add_near, arrange, in_order
 from ..coarse.kernels import Far
 from ..coarse.reference import SLOPE_CLUSTERS, Reach
 from ..coarse.slope import added, levels, middle, own
 from ..coarse.slope_backward import Pulls, Rows, pulled, pulls, strip
 from ..members.kernels import turns
+from ..rows.kernels import add_shares
 from .kernels import CLUSTER, LOG2E, TANGENT, FineSettings, _gather, _odds, _part_keys, _row, _slope, _softplus, tiling
 
 
@@ -301,11 +303,11 @@ def _d_slope(
 
 def backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    labels: Tensor, order: Tensor, first: Tensor, part_order: Tensor | None, part_first: Tensor | None,
-    pi: Tensor | None, out: Tensor, lse: Tensor, share: Tensor, found: Far, settings: FineSettings,
+    labels: Tensor, order: Tensor, first: Tensor, parts: Members | None, pi: Tensor | None, counts: Tensor | None,
+    out: Tensor, lse: Tensor, share: Tensor, found: Far, settings: FineSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    keys, reach, mass = arrange(k, v, keep, part_order, part_first), settings.reach, settings.mass
-    plain, q, k, v, dy = c.to(k.dtype).contiguous(), rows(q), keys.k, keys.v, rows(d_out.to(v.dtype))
+    came, reach, mass = in_order(k, v, keep, parts), settings.reach, settings.mass
+    plain, q, k, v, dy = c.to(k.dtype).contiguous(), rows(q), came.k, came.v, rows(d_out.to(v.dtype))
     (b, h, n, d), (clusters, top), e, slope = q.shape, found.near_at.shape[1:], v.shape[3], pi is not None
     lead, group, scales = b * h, h // k.shape[1], (reach.scale * LOG2E, reach.scale)
 
@@ -336,6 +338,7 @@ def backward(
             **_without(shape, "BP"),
         )  # fmt: skip
     d_slope = _d_slope(q, plain, labels, dy, share, lse, reach.scale, shape) if slope else None
+    keys = arrange(came)
     queries = _Queries(q, dy, order, first, base2, delta, far_delta, None if d_lse is None else of_lse)
     if mass == TANGENT:
         row, d_level, pulls = _tangent(queries, plain, keys, pi, d_slope, found, reach, shape)
@@ -345,7 +348,9 @@ def backward(
         given = _levels(queries, plain, keys, found, settings, shape)
         row = coarse_backward.prepared(given, keys, found, reach, odds=mass == CLUSTER)
         dc, dk, dv = coarse_backward.backward(row, c, keys, found, reach)
-    return dq, dc, *add_near(dk, dv, keys, found.near_at, near_dk, near_dv)
+    if counts is not None:
+        add_shares(dq, dc, labels, counts)
+    return dq, dc, *add_near(dk, dv, found.near_at, near_dk, near_dv)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._types import Members
 from .._jit import THIN, in_turn, jit, power, precision, registers, rows, tl, widths
 from .._launch import cdiv, launch
 from ..coarse import kernels as coarse
-from ..coarse.arrange import Arranged, in_order, rows_of
+from ..coarse.arrange import in_order
 from ..coarse.reference import Reach
 from ..members.kernels import tiles, turns
 
@@ -68,14 +69,14 @@ def _part_keys(
 
 @jit
 def _seen(
-    K, V, KEY_ORDER, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, key_lead, which, c, t, parts, slot, listed,
-    dims, values, m, d, e, skm, svm, MASS: tl.constexpr, BT: tl.constexpr, BY_ORDER: tl.constexpr,
+    K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, parts, slot, listed,
+    dims, values, d, e, skm, svm, MASS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a cluster see, from one list: its near keys on the first BT slots, then the far parts; as
     keys and values, and what is added to their logits, in base 2: -inf where there is nothing."""
     near = tl.load(NEAR + (lead * c + which) * t + slot, mask=(slot < t) & listed, other=-1)
     part, is_near = slot - BT, near >= 0
-    near = rows_of(KEY_ORDER, key_lead, tl.where(is_near, near, 0), m, BY_ORDER).to(tl.int64)
+    near = tl.where(is_near, near, 0)
     is_part = (part >= 0) & (part < parts) & listed
     at, there = (lead * parts + part) * c + which, is_near | is_part
     k_at, v_at = K + k_base + near[:, None] * skm, V + v_base + near[:, None] * svm
@@ -106,10 +107,10 @@ def _attend(q, k, v, bias, scale, highest, near_total, far_total, out, is_part, 
 
 @jit
 def fine_fwd_kernel(
-    Q, K, V, KEY_ORDER, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, TURNS, OUT, LSE, FAR_SHARE,
-    n, m, turns, c, t, parts, d, e, heads, group, scale, natural_scale, per,
+    Q, K, V, C, NEAR, FAR, MEAN, FAR_LSE, LEVEL, NEAR_LSE, SLOPE, ORDER, TURNS, OUT, LSE, FAR_SHARE,
+    n, turns, c, t, parts, d, e, heads, group, scale, natural_scale, per,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
-    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, HELD: tl.constexpr, BY_ORDER: tl.constexpr,
+    MASS: tl.constexpr, HAS_SLOPE: tl.constexpr, HELD: tl.constexpr,
     BS: tl.constexpr, BK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A turn's queries, tile by tile. HELD: what their cluster sees is one tile, and stays. BT: slots of near keys, a
@@ -127,12 +128,11 @@ def fine_fwd_kernel(
     if MASS == 2:
         many = 0
     if begin < end:
-        key_lead = batch * (heads // group) + head // group
         k_base, v_base = batch * skb + (head // group) * skh, batch * svb + (head // group) * svh
         if HELD:
             held_k, held_v, held_bias = _seen(
-                K, V, KEY_ORDER, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, key_lead, which, c, t, many,
-                slots, listed, dims, values, m, d, e, skm, svm, MASS, BT, BY_ORDER,
+                K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, many, slots, listed,
+                dims, values, d, e, skm, svm, MASS, BT,
             )  # fmt: skip
         if HAS_SLOPE:
             slope = _slope(SLOPE, lead, which, c, per, dims, values, d, e).to(Q.dtype.element_ty)
@@ -154,8 +154,8 @@ def fine_fwd_kernel(
                 for first in range(0, BT + many, BK):
                     slot = first + slots
                     k, v, bias = _seen(
-                        K, V, KEY_ORDER, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, key_lead, which, c, t,
-                        many, slot, listed, dims, values, m, d, e, skm, svm, MASS, BT, BY_ORDER,
+                        K, V, NEAR, MEAN, FAR, LEVEL, FAR_LSE, k_base, v_base, lead, which, c, t, many, slot, listed,
+                        dims, values, d, e, skm, svm, MASS, BT,
                     )  # fmt: skip
                     highest, near_total, far_total, out = _attend(
                         q, k, v, bias, scale, highest, near_total, far_total, out, slot >= BT, PRECISION
@@ -235,10 +235,10 @@ def _tiles(q: Tensor, v: Tensor, clusters: int, top: int, parts: int) -> dict[st
 
 def forward(
     q: Tensor, c: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, order: Tensor, first: Tensor,
-    part_order: Tensor | None, part_first: Tensor | None, pi: Tensor | None, settings: FineSettings,
-) -> tuple[Tensor, Tensor, Tensor, coarse.Far, Arranged]:  # fmt: skip
+    parts: Members | None, pi: Tensor | None, settings: FineSettings,
+) -> tuple[Tensor, Tensor, Tensor, coarse.Far]:  # fmt: skip
     """out, lse, each query's share of far attention (for backward, where there is a slope), and what coarse found."""
-    keys, reach = in_order(k, v, keep, part_order, part_first), settings.reach
+    keys, reach = in_order(k, v, keep, parts), settings.reach
     found = coarse.forward(c, keys, pi, reach, k.dtype)
     assert found.level is not None
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
@@ -250,10 +250,10 @@ def forward(
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)
     launch(
         fine_fwd_kernel, (taken.most, b * h),
-        (q, k, v, keys.order_or(c), c, found.near_at, found.out, found.mean_key, found.lse, found.level, found.near_lse,
+        (q, k, v, c, found.near_at, found.out, found.mean_key, found.lse, found.level, found.near_lse,
         found.slope, order, taken.listed, out, lse, share),
-        (n, k.shape[2], taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E,
+        (n, taken.most, clusters, top, reach.parts, d, e, h, h // k.shape[1], reach.scale * LOG2E,
         reach.scale, reach.per, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        MASS=settings.mass, HAS_SLOPE=pi is not None, BY_ORDER=keys.by_order, **registers(k, v), **shape,
+        MASS=settings.mass, HAS_SLOPE=pi is not None, **registers(k, v), **shape,
     )  # fmt: skip
-    return out, lse, share, found, keys
+    return out, lse, share, found

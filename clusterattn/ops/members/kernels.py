@@ -15,6 +15,7 @@ from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch, workspace
 
 STRETCH = 256
+RANKED = 1024  # parts at most that are sorted by size
 
 
 @jit
@@ -53,8 +54,12 @@ def scan_kernel(COUNTS, TOTAL, c, stretches, BS: tl.constexpr, BC: tl.constexpr)
 
 
 @jit
-def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, width, stretches, BN: tl.constexpr, BC: tl.constexpr):
-    """ORDER (lead n), and FIRST (lead c+2): where each cluster begins."""
+def place_kernel(
+    LABELS, BEFORE, TOTAL, FIRST, ORDER, PLACE, LARGEST, n, c, width, stretches,
+    PARTS: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """ORDER (lead n), and FIRST (lead c+2): where each cluster begins. PARTS: also PLACE (lead n), where each row
+    stands in the order, and LARGEST (lead c), the clusters by size; of more than MOST as they come."""
     in_turn()
     stretch, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at, which = tl.arange(0, BN), tl.arange(0, BC)
@@ -63,12 +68,21 @@ def place_kernel(LABELS, BEFORE, TOTAL, FIRST, ORDER, n, c, width, stretches, BN
     begin = tl.cumsum(total, 0) - total
     if stretch == 0:
         tl.store(FIRST + lead * (c + 2) + which, begin, mask=which <= c + 1)  # past the last cluster: all rows
+        if PARTS:
+            ranked = which
+            if BC <= MOST:  # who is not there comes last
+                ranked = tl.sort(tl.where(which < c, total, -1).to(tl.int64) * BC + (BC - 1 - which), descending=True)
+                ranked = BC - 1 - (ranked % BC).to(tl.int32)
+            tl.store(LARGEST + lead * c + which, ranked, mask=which < c)
     mine = tl.histogram(homes, BC)
     begin += tl.load(BEFORE + (lead * stretches + stretch) * (c + 1) + which, mask=which <= c, other=0)
     begin -= tl.cumsum(mine, 0) - mine  # the rows of other clusters that stand before them in the sorted stretch
     sorted_rows = tl.sort(homes * BN + at)
     home, row = sorted_rows // BN, sorted_rows % BN
-    tl.store(ORDER + lead * n + tl.gather(begin, home, 0) + at, stretch * BN + row, mask=home <= c)
+    place, row = tl.gather(begin, home, 0) + at, stretch * BN + row
+    tl.store(ORDER + lead * n + place, row, mask=home <= c)
+    if PARTS:
+        tl.store(PLACE + lead * n + row, place, mask=home <= c)
 
 
 def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Tensor]:
@@ -76,6 +90,12 @@ def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Ten
 
     width: so many labels that follow each other are one cluster.
     """
+    order, first, _, _ = members(labels, clusters, False, width)
+    return order, first
+
+
+def members(labels: Tensor, clusters: int, parts: bool, width: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``by_label``; and, for parts, place (lead n) and largest (lead c), see Members."""
     labels = labels.contiguous()
     lead, n = labels.shape
     tile = min(STRETCH, power(n))
@@ -85,6 +105,7 @@ def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Ten
     )
     first = torch.empty(lead, clusters + 2, dtype=torch.int32, device=labels.device)
     order = torch.empty(lead, n, dtype=torch.int32, device=labels.device)
+    place, largest = (order.new_empty(lead, size if parts else 0) for size in (n, clusters))
     wide = power(clusters + 2)
     sizes = (n, clusters, width, stretches)
     launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
@@ -94,10 +115,10 @@ def by_label(labels: Tensor, clusters: int, width: int = 1) -> tuple[Tensor, Ten
         num_warps=4,
     )  # fmt: skip
     launch(
-        place_kernel, (stretches, lead), (labels, counts, total, first, order), sizes, BN=tile, BC=wide,
-        num_warps=4 if wide <= 1024 else 8,
+        place_kernel, (stretches, lead), (labels, counts, total, first, order, place, largest), sizes, PARTS=parts,
+        BN=tile, BC=wide, MOST=RANKED, num_warps=4 if wide <= 1024 else 8,
     )  # fmt: skip
-    return order, first
+    return order, first, place, largest
 
 
 @jit

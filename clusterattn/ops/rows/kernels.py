@@ -13,8 +13,10 @@ from ..members.kernels import by_label
 
 
 @jit
-def broadcast_fwd_kernel(ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr):
-    """SHARED: each member gets its share of the row, one of COUNTS (lead c)."""
+def broadcast_fwd_kernel(
+    ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexpr, ADDED: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr
+):
+    """SHARED: each member gets its share of the row, one of COUNTS (lead c). ADDED: to what is there."""
     in_turn()
     lead, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BN + tl.arange(0, BN)
     dims = tl.arange(0, BX)
@@ -26,22 +28,33 @@ def broadcast_fwd_kernel(ROWS, LABELS, COUNTS, OUT, n, c, x, SHARED: tl.constexp
     )
     if SHARED:
         count = tl.load(COUNTS + lead * c + label, mask=label >= 0, other=1)
-        row = (row.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + (lead * n + at)[:, None] * x + dims[None, :], row, mask=(at < n)[:, None] & (dims < x)[None, :])
+        row = row.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)[:, None]
+    to, there = OUT + (lead * n + at)[:, None] * x + dims[None, :], (at < n)[:, None] & (dims < x)[None, :]
+    if ADDED:
+        row += tl.load(to, mask=there, other=0.0).to(tl.float32)
+    tl.store(to, row.to(OUT.dtype.element_ty), mask=there)
 
 
 def broadcast(rows: Tensor, labels: Tensor, counts: Tensor | None = None) -> Tensor:
     """rows (b h c x), labels (b h n) -> (b h n x); 0 for label -1. With counts (b h c) each row over its count."""
+    out = torch.empty(*labels.shape, rows.shape[3], dtype=rows.dtype, device=rows.device)
+    _hand_out(rows, labels, counts, out, added=False)
+    return out
+
+
+def add_shares(out: Tensor, rows: Tensor, labels: Tensor, counts: Tensor) -> None:
+    """To out (b h n x), dense, each row's share: of rows (b h c x) over counts (b h c)."""
+    _hand_out(rows, labels, counts, out, added=True)
+
+
+def _hand_out(rows: Tensor, labels: Tensor, counts: Tensor | None, out: Tensor, added: bool) -> None:
     rows, labels = rows.contiguous(), labels.contiguous()
-    (b, h, c, x), n = rows.shape, labels.shape[2]
-    out = torch.empty(b, h, n, x, dtype=rows.dtype, device=rows.device)
-    wide = power(x, least=1)
+    (b, h, c, x), n, wide = rows.shape, labels.shape[2], power(rows.shape[3], least=1)
     tile = max(32, min(1024, 8192 // wide))
     launch(
         broadcast_fwd_kernel, (cdiv(n, tile), b * h), (rows, labels, labels if counts is None else counts, out),
-        (n, c, x), SHARED=counts is not None, BN=tile, BX=wide, num_warps=4,
+        (n, c, x), SHARED=counts is not None, ADDED=added, BN=tile, BX=wide, num_warps=4,
     )  # fmt: skip
-    return out
 
 
 def broadcast_backward(

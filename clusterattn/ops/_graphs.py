@@ -1,0 +1,105 @@
+"""Plays that come again, as CUDA graphs: one launch for all of their kernels.
+
+A tape is played with addresses. Memory comes from torch's caching allocator, which gives a loop (the layers of a model,
+the steps of a training) the same addresses in every round; and the same kernels with the same numbers and addresses are
+a CUDA graph. One that came twice is captured, and from then on it is launched as a whole. Nothing is allocated inside a
+graph, and none holds memory of the call: one whose addresses never come again is only forgotten.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ._aside import Pair
+
+MOST = 256  # graphs that are held
+IDLE = 4096  # plays without it after which a graph gives way to another
+SEEN = 4096  # plays that are remembered, whether they come again
+
+Run = Callable[[int, Pair | None], None]  # on a stream, by its address; with its companion
+
+
+class Graphs:
+    """The graphs of a process, and what was played lately."""
+
+    def __init__(self) -> None:
+        self.on = True
+        self._held: OrderedDict[Hashable, Any] = OrderedDict()  # the one that was not used for longest comes first
+        self._used: dict[Hashable, int] = {}
+        self._seen: dict[Hashable, bool] = {}  # is it worth a graph?
+        self._plays = 0
+        self._capturing = threading.Lock()
+        self._pairs: dict[torch.device, Pair] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def forget(self) -> None:
+        self._held.clear()
+        self._used.clear()
+        self._seen.clear()
+
+    def play(self, key: Hashable, device: torch.device, run: Run, stream: int) -> None:
+        """As a graph, where there is one; by ``run`` otherwise, at first."""
+        self._plays += 1
+        graph = self._held.get(key)
+        if graph is None and self._again(key) and self._room():
+            graph = self._captured(device, run)
+            if graph is None:
+                self._seen[key] = False
+            else:
+                self._held[key] = graph
+        if graph is None:
+            run(stream, None)
+            return
+        graph.replay()
+        self._used[key] = self._plays
+        self._held.move_to_end(key)
+
+    def _again(self, key: Hashable) -> bool:
+        """Has it been seen before?"""
+        worth = self._seen.get(key)
+        if worth is None:
+            if len(self._seen) >= SEEN:
+                self._seen.clear()
+            self._seen[key] = True
+        return bool(worth)
+
+    def _room(self) -> bool:
+        """For one more; or can one go that nobody has asked for lately? Those in use would come back at once."""
+        if len(self._held) < MOST:
+            return True
+        oldest = next(iter(self._held))
+        if self._plays - self._used[oldest] < IDLE:
+            return False
+        del self._held[oldest], self._used[oldest]
+        return True
+
+    def _captured(self, device: torch.device, run: Run) -> Any:
+        """A graph of what ``run`` launches; None where there can be none."""
+        if not self._capturing.acquire(blocking=False):  # another thread is at it
+            return None
+        cuda: Any = torch.cuda
+        try:
+            if device not in self._pairs:
+                self._pairs[device] = Pair(cuda.Stream(device))
+            pair, graph = self._pairs[device], cuda.CUDAGraph()
+            with cuda.stream(pair.main):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    run(pair.main.cuda_stream, pair)
+                finally:
+                    graph.capture_end()
+        except RuntimeError:  # somebody else captures whatever happens in this process
+            return None
+        finally:
+            self._capturing.release()
+        return graph
+
+
+graphs = Graphs()
