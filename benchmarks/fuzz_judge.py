@@ -38,12 +38,12 @@ class Near:
         select = coarse_kernels.select
 
         def noted(c: Tensor, keys: Any, reach: Any, top: int) -> tuple[Tensor, Tensor]:
-            near, bits = select(c, keys, reach, top)
+            near, *bits = select(c, keys, reach, top)
             if isinstance(recording.tape, Rehearsal):  # a first call is compiled first, and nothing is launched
-                return near, bits
+                return near, *bits
             if self.chosen is None:  # a call may be made once more, to be written down
                 self.chosen = near
-            return near, bits
+            return near, *bits
 
         coarse_kernels.select = noted
         try:

@@ -174,7 +174,7 @@ class Call:
     seed: int | Tensor
     ops: Ops
     fresh: bool = False  # were the groups made in this call? Then their means belong to these very queries
-    soon: bool = False  # does the answer follow at once? Then parts may still be in the making, see ops/_aside.py
+    soon: bool = False  # does the answer follow at once? Then it may begin meanwhile, see ops/_aside.py
     lse: bool = False  # is the log-weight wanted? Some methods save work when it is not
     state: Any = None
     keep_state: bool = False

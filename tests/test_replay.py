@@ -263,7 +263,7 @@ def test_a_play_that_comes_again_becomes_a_graph(monkeypatch):
 
 @kernels
 def test_graphs_are_few_and_those_in_use_stay(monkeypatch):
-    play, told, graphs = played(monkeypatch, MOST=2, IDLE=5, SEEN=8)
+    play, told, graphs = played(monkeypatch, MOST=2, IDLE=7, SEEN=8)
     for name in "aabbcccc":
         play(name)
     assert told[-4:] == ["play c"] * 4  # a and b were used lately
@@ -303,11 +303,11 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs
 
 
 @on_a_gpu
-@pytest.mark.parametrize("method", METHODS[:4])
+@pytest.mark.parametrize("method", METHODS[:3])
 def test_calls_in_the_same_memory_are_graphs_with_the_same_bits(method):
     from clusterattn.ops._graphs import graphs
 
-    x, others = tensors(1), tensors(2)
+    x, others = tensors(1, 2048), tensors(2, 2048)
     _replay.replay(False)
     want = [answers(each, method=method) for each in (x, others)]
     _replay.replay(True)
@@ -318,18 +318,21 @@ def test_calls_in_the_same_memory_are_graphs_with_the_same_bits(method):
         found = torch.autograd.grad(out, leaves, torch.ones_like(out) + out.detach(), allow_unused=True)
         return [out.detach(), *(each for each in found if each is not None)]
 
-    for turn in range(12):
+    for turn in range(16):
         given, right = (x, want[0]) if turn % 3 else (others, want[1])
         with torch.no_grad():
             for leaf, value in zip(leaves, given, strict=True):
                 leaf.copy_(value)
-        stream = torch.cuda.Stream() if turn > 8 else torch.cuda.current_stream()
+        stream = torch.cuda.Stream() if turn > 12 else torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             got = both()
         torch.cuda.current_stream().wait_stream(stream)
         assert all(torch.equal(a, b) for a, b in zip(got, right, strict=True)), turn
-    assert len(graphs) >= 2
+        torch.cuda.synchronize()
+        del got  # so that the next turn gets its memory
+    assert len(graphs) >= 2  # forward and backward
     _replay.replay(True, graphs=False)
-    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(both(), right, strict=True))
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(both(), right, strict=True))
     assert len(graphs) == 0

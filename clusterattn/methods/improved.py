@@ -4,14 +4,13 @@ answer on the rest."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
-from ..ops._aside import aside
+from ..ops._aside import part
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
@@ -74,14 +73,11 @@ class Improved(Clustered):
             raise bad_value("the values as well: keys are grouped beside them", "v=None", "ca.groups(q, k, v, ...)")
         count, v = self.parts, call.values
         steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
+        if call.soon:  # near keys are chosen meanwhile
+            part(k, clusters.means, *([] if call.mask.keys is None else [call.mask.keys]))
         rows, call = self._in_one(q.detach(), k, call)
         shared = replace(clusters, labels=self._together(clusters.labels, k))
-        make = partial(_grouping.parts, rows, k.detach(), v, shared, count, steps, self.start, sample, call)
-        if not call.soon:
-            return replace(clusters, parts=make()), None
-        with aside(rows, k, v, shared.means, shared.labels) as chain:  # near keys are chosen meanwhile
-            made = make()
-            chain.gives(made.labels, *([] if made.members is None else vars(made.members).values()))
+        made = _grouping.parts(rows, k.detach(), v, shared, count, steps, self.start, sample, call)
         return replace(clusters, parts=made), None
 
     def _answer(

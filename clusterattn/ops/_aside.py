@@ -1,24 +1,25 @@
 """Two chains of kernels side by side, in a CUDA graph.
 
-Many kernels of a call fill a small part of a GPU, or wait: for memory, for each other at a barrier. In a graph a chain
-that nobody asks for yet runs meanwhile; kernels that are launched one by one would lose more by what two streams ask of
-the host (measured: 20 to 40 microseconds of a call). So streams part where a graph is captured:
+Many kernels of a call fill a small part of a GPU, or wait: for memory, for each other at a barrier. In a graph another
+chain runs meanwhile; kernels that are launched one by one would lose more by what two streams ask of the host (20 to 40
+microseconds of a call). So streams part where a graph is captured:
 
-    with aside(k, v) as chain:
-        parts = ...  # runs beside what follows
-        chain.gives(parts)
-    near = ...
-    joined()  # from here on the parts may be read
+    part(k, c)  # from here on a chain may run that reads nothing else
+    ...  # the caller's
+    with beside(c, k) as chain:
+        near = ...  # runs since ``part``
+        chain.gives(near)
+    joined()  # from here on near may be read
 
-Whoever opens a chain sees to it that ``joined`` is called, whatever happens; it may be called more often. A recorder
-(see _tape.py) notes the chain: its tape may become a graph.
+Whoever parts sees to it that ``joined`` is called, whatever happens; it may be called more often. A recorder (see
+_tape.py) notes the chain: its tape may become a graph.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ STREAMS = 256  # whose companions are remembered before all are forgotten
 
 
 class Pair:
-    """A stream and its companion. What the companion does comes before everything else: somebody will wait for it."""
+    """A stream and its companion, for what can wait."""
 
     def __init__(self, main: Any) -> None:
         cuda: Any = torch.cuda
-        self.main, self.side = main, cuda.Stream(main.device, priority=-1)
+        self.main, self.side = main, cuda.Stream(main.device)
         self._parted, self._met = cuda.Event(), cuda.Event()
 
     def part(self) -> None:
@@ -64,16 +65,19 @@ def pair_of(device: torch.device) -> Pair:
 
 
 class Chain:
-    """What runs beside. Tensors that it reads stay until it is joined, or their memory could be given away."""
+    """What runs beside, and may read. Tensors that it reads stay until it is joined: their memory is not given away."""
 
-    def __init__(self, reads: tuple[Tensor, ...], pair: Pair | None, recorder: Any) -> None:
-        self.pair, self.recorder = pair, recorder
-        self._reads = reads
+    def __init__(self, there: tuple[Tensor, ...], pair: Pair | None, recorder: Any) -> None:
+        self.there, self.pair, self.recorder = there, pair, recorder
         self._given: list[Tensor] = []
 
-    def gives(self, *made: Tensor | None) -> None:
+    def serves(self, reads: tuple[Tensor, ...]) -> bool:
+        """Was all of this there when the streams parted? Not a copy that was made since."""
+        return {x.data_ptr() for x in reads} <= {x.data_ptr() for x in self.there}
+
+    def gives(self, *made: Tensor) -> None:
         """Tensors that will be read once the chain is joined."""
-        self._given = [x for x in made if x is not None]
+        self._given += made
 
     def join(self) -> None:
         if self.recorder is not None:
@@ -82,7 +86,6 @@ class Chain:
             self.pair.meet()
             for x in self._given:  # it came from the companion's memory, and the stream will be the last to read it
                 x.record_stream(self.pair.main)
-        self._reads = ()
 
 
 class _Open(threading.local):
@@ -92,23 +95,35 @@ class _Open(threading.local):
 _open = _Open()
 
 
-@contextmanager
-def aside(*reads: Tensor) -> Iterator[Chain]:
-    """What is launched within runs beside what follows, until ``joined``. reads: what it needs of what is there."""
+def part(*there: Tensor) -> None:
+    """From here on ``beside`` may run, reading these alone."""
     joined()
-    like, tape = reads[0], recording.tape
+    like, tape = there[0], recording.tape
     plain = type(like) is Tensor and not torch._C._are_functorch_transforms_active()
     pair = pair_of(like.device) if plain and like.is_cuda and torch.cuda.is_current_stream_capturing() else None
-    _open.chain = chain = Chain(reads, pair, tape if tape is not None and tape.launches else None)
+    recorder = tape if tape is not None and tape.launches else None
+    if pair is None and recorder is None:
+        return
+    _open.chain = Chain(there, pair, recorder)
+    if recorder is not None:
+        recorder.part()
+    if pair is not None:
+        pair.part()
+
+
+@contextmanager
+def beside(*reads: Tensor) -> Iterator[Chain]:
+    """What is launched within runs beside what was launched since ``part``; where nothing parted, behind it."""
+    chain = _open.chain
+    if chain is None or not chain.serves(reads):
+        joined()
+        yield Chain((), None, None)
+        return
     if chain.recorder is not None:
-        chain.recorder.part()
+        chain.recorder.lane = 1
     try:
-        if pair is None:
+        with nullcontext() if chain.pair is None else torch.cuda.stream(chain.pair.side):
             yield chain
-        else:
-            pair.part()
-            with torch.cuda.stream(pair.side):
-                yield chain
     finally:
         if chain.recorder is not None:
             chain.recorder.lane = 0

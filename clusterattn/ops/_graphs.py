@@ -87,7 +87,7 @@ class Graphs:
         cuda: Any = torch.cuda
         try:
             if device not in self._pairs:
-                self._pairs[device] = Pair(cuda.Stream(device))
+                self._pairs[device] = Pair(cuda.Stream(device, priority=-1))
             pair, graph = self._pairs[device], cuda.CUDAGraph()
             with cuda.stream(pair.main):
                 graph.capture_begin(capture_error_mode="thread_local")

@@ -4,8 +4,9 @@ A call runs a few dozen kernels, and Python takes longer to choose them than the
 with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and notes its launches,
 torch's operators between them, and the memory that they pass on to each other. A ``Tape`` plays them again for other
 tensors of the same shapes and strides: memory for all of them is one allocation, laid out beforehand, and kernels are
-called by address. Nothing is kept between two plays but numbers; the stream is the caller's. Plays that come again with
-the same addresses become CUDA graphs (see _graphs.py), in which chains of kernels run side by side (see _aside.py).
+called by address. Nothing is kept between two plays but numbers and the latest draws; the stream is the caller's. Plays
+that come again with the same addresses become CUDA graphs (see _graphs.py), in which chains of kernels run side by side
+(see _aside.py).
 
 What does not follow from shapes is refused while it is recorded: an operator whose result is read on the host, random
 numbers of torch's own, a tensor that came from nowhere. Seeds are the exception: they are played anew, see ``Halves``.
@@ -68,7 +69,7 @@ class Launch:
 
 @dataclass
 class Lanes:
-    """Where a chain begins to run beside, or is waited for."""
+    """Where a chain may begin to run beside, or is waited for."""
 
     part: bool
 
@@ -177,9 +178,8 @@ class Recorder(TorchDispatchMode):
         self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags, self.lane))
 
     def part(self) -> None:
-        """What comes next runs beside what follows."""
+        """From here on there are two lanes."""
         self.steps.append(Lanes(part=True))
-        self.lane = 1
 
     def meet(self) -> None:
         """What ran beside is waited for."""
@@ -311,6 +311,7 @@ class Half:
             (i, slot.draw) for i, slot in enumerate(self.slots)
             if slot.kind == DRAWN and 0 <= slot.first < end and begin <= slot.last
         ]  # fmt: skip
+        self._latest: tuple[int, int, dict[int, Tensor]] | None = None
         self.moving: dict[int, list[tuple[int, int]]] = {}  # slot made underway -> (place in the table, offset)
         for (slot, offset), place in self._places.items():
             if self.slots[slot].kind == MADE and self.slots[slot].first >= begin:
@@ -389,8 +390,8 @@ class Half:
             memory = torch.empty(self.keeps, dtype=torch.uint8, device=device)
         for slot, shape, stride, dtype in self.results:
             made[slot] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        for slot, draw in self.draws:
-            made[slot] = draw(seed)
+        if self.draws:
+            made.update(self._drawn(seed, current_stream(device)))
         bases = [0 if x is None else x.data_ptr() for x in inputs]
         bases += [0] * (self.inputs - len(bases))  # gradients come later
         bases += (scratch.data_ptr(), 0 if memory is None else memory.data_ptr())
@@ -406,6 +407,13 @@ class Half:
         found = [result(where, inputs, made, self._placed) for where in self.outputs]
         # An output that backward reads is kept as another tensor: it will itself hold the graph that holds this.
         return found, Kept(memory, {i: made[i].detach() for i in self.hands_on})
+
+    def _drawn(self, seed: int, stream: int) -> dict[int, Tensor]:
+        """By slot; the latest are at hand."""
+        latest = self._latest
+        if latest is None or latest[:2] != (seed, stream):
+            self._latest = latest = seed, stream, {slot: draw(seed) for slot, draw in self.draws}
+        return latest[2]
 
     def _run(
         self, bases: Sequence[int], seed: int, inputs: Sequence[Tensor | None], made: dict[int, Tensor], stream: int,

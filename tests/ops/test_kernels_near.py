@@ -23,7 +23,7 @@ def chosen(
     from clusterattn.ops.coarse.reference import Reach
 
     reach = Reach(scale=scale, top=top, tangent=False, per=per, first=first, step=step)
-    near_at, bits = select(c, Arranged(k, k, keep), reach, top)
+    near_at, bits, _ = select(c, Arranged(k, k, keep), reach, top)
     (b, h, rows, _), (hk, m) = c.shape, k.shape[1:3]
     scores = (c.double() @ k.repeat_interleave(h // hk, 1).double().mT) * scale
     room = 4 * torch.finfo(c.dtype if c.dtype == torch.float32 else torch.bfloat16).eps * scores.abs().amax()

@@ -46,9 +46,9 @@ def _(
 def _beside(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, first_at: Optional[Tensor], second_at: Optional[Tensor],
     backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     run = _backends.function("beside", backend)
-    points: tuple[Tensor, Tensor] = run(k, v, directions, centres, first_at, second_at)
+    points: tuple[Tensor, Tensor, Tensor] = run(k, v, directions, centres, first_at, second_at)
     return points
 
 
@@ -56,10 +56,11 @@ def _beside(
 def _(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, first_at: Optional[Tensor], second_at: Optional[Tensor],
     backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (b, hk, m, _), drawn = k.shape, sum(at.shape[2] for at in (first_at, second_at) if at is not None)
-    points = k.new_empty((b, hk, m if first_at is None else drawn, directions.shape[2] + v.shape[3]))
-    return points, k.new_empty((b, hk, drawn), dtype=torch.int64)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (b, hk, m, _), many = k.shape, [0 if at is None else at.shape[2] for at in (first_at, second_at)]
+    points = k.new_empty((b, hk, m if first_at is None else sum(many), directions.shape[2] + v.shape[3]))
+    first, second = (k.new_empty((b, hk, each), dtype=torch.int64) for each in many)
+    return points, first, second
 
 
 @_beside.flops
@@ -114,11 +115,8 @@ def beside(
     among these points. -1 stays -1, and what stands there is nobody's.
     """
     name = _backends.serving("beside", backend, k, v, seen.directions)
-    points, places = _beside(k, v, seen.directions, seen.centres, first_at, second_at, name)
-    if first_at is None:
-        return points, None, None
-    first = first_at.shape[2]
-    return points, places[..., :first], None if second_at is None else places[..., first:]
+    points, first, second = _beside(k, v, seen.directions, seen.centres, first_at, second_at, name)
+    return points, None if first_at is None else first, None if second_at is None else second
 
 
 def nearest_beside(k: Tensor, v: Tensor, seen: View, found: Centres, *, backend: str = "reference") -> Tensor:

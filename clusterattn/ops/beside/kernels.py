@@ -73,12 +73,13 @@ def view_kernel(
 
 @jit
 def beside_kernel(
-    K, V, VIEW, CENTRES, FIRST_AT, SECOND_AT, OUT, PLACES, total, s, d, e, r, heads,
+    K, V, VIEW, CENTRES, FIRST_AT, SECOND_AT, OUT, FIRST, SECOND, total, s, d, e, r, heads,
     skb, skh, skm, svb, svh, svm, sab, sah, sbb, sbh,
     HAS_AT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys at FIRST_AT (s of them) and SECOND_AT, or of the first ``total``: OUT (lead total r+e)."""
+    """Of the keys at FIRST_AT (s of them) and SECOND_AT, or of the first ``total``: OUT (lead total r+e); FIRST and
+    SECOND: where among them."""
     in_turn()
     lead, slot = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     batch, head = lead // heads, lead % heads
@@ -88,7 +89,9 @@ def beside_kernel(
         first, second = FIRST_AT + batch * sab + head * sah, SECOND_AT + batch * sbb + head * sbh
         key = tl.load(first + slot, mask=slot < s, other=-1)
         key = tl.where(slot < s, key, tl.load(second + slot - s, mask=here & (slot >= s), other=-1))
-        tl.store(PLACES + lead * total + slot, tl.where(key >= 0, slot, -1).to(tl.int64), mask=here)
+        place = tl.where(key >= 0, slot, -1).to(tl.int64)
+        tl.store(FIRST + lead * s + slot, place, mask=slot < s)
+        tl.store(SECOND + lead * (total - s) + slot - s, place, mask=here & (slot >= s))
     real, at = (here & (key >= 0))[:, None], key[:, None]
     is_k, is_v = (dims < d)[None, :], (values < e)[None, :]
     centres = CENTRES + lead * (d + e + 1)
@@ -178,23 +181,24 @@ def _shape(k: Tensor, v: Tensor, directions: Tensor) -> dict[str, Any]:
 
 def beside(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, first_at: Tensor | None, second_at: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     k, v, directions, centres = rows(k), rows(v), directions.contiguous(), centres.contiguous()
     (b, hk, m, d), e, r = k.shape, v.shape[3], directions.shape[2]
     lots = [rows(at) for at in (first_at, second_at) if at is not None]
     drawn = sum(at.shape[2] for at in lots)
     total = drawn if lots else m
     points = torch.empty(b, hk, total, r + e, dtype=k.dtype, device=k.device)
-    places = torch.empty(b, hk, drawn, dtype=torch.int64, device=k.device)
     first, second = (lots[0], lots[-1]) if lots else (centres, centres)
+    few = lots[0].shape[2] if lots else 0
+    places = [torch.empty(b, hk, many, dtype=torch.int64, device=k.device) for many in (few, drawn - few)]
     tile = 64 if k.element_size() == 2 else 16
     launch(
-        beside_kernel, (cdiv(total, tile), b * hk), (k, v, directions, centres, first, second, points, places),
+        beside_kernel, (cdiv(total, tile), b * hk), (k, v, directions, centres, first, second, points, *places),
         (total, first.shape[2], d, e, r, hk, *k.stride()[:3], *v.stride()[:3],
          *first.stride()[:2], *second.stride()[:2]),
         HAS_AT=bool(lots), BM=tile, PRECISION=precision(k), num_warps=4, **_shape(k, v, directions),
     )  # fmt: skip
-    return points, places
+    return points, places[0], places[1]
 
 
 def nearest_beside(

@@ -40,11 +40,11 @@ def view(
 
 def beside(
     k: Tensor, v: Tensor, directions: Tensor, centres: Tensor, first_at: Tensor | None, second_at: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     at = None if first_at is None else first_at if second_at is None else torch.cat([first_at, second_at], -1)
-    places = torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device)
-    if at is not None:
-        places = torch.where(at >= 0, torch.arange(at.shape[2], device=at.device), -1)
+    places, first = torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), 0
+    if at is not None and first_at is not None:
+        places, first = torch.where(at >= 0, torch.arange(at.shape[2], device=at.device), -1), first_at.shape[2]
         k, v = rows_at(k, at), rows_at(v, at)
     (b, hk, many, d), e = k.shape, v.shape[3]
     centres = centres.to(k.dtype).unsqueeze(2)
@@ -52,7 +52,8 @@ def beside(
     # the centre is taken off before the product is rounded
     offset = -(key_centre @ directions.mT).flatten(0, 1)
     seen = torch.baddbmm(offset, k.flatten(0, 1), directions.mT.flatten(0, 1)).view(b, hk, many, directions.shape[2])
-    return torch.cat([seen, (v - value_centre) / shrink], -1), places
+    points = torch.cat([seen, (v - value_centre) / shrink], -1)
+    return points, places[..., :first].contiguous(), places[..., first:].contiguous()
 
 
 def nearest_beside(

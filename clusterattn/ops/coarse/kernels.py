@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._aside import joined
+from .._aside import beside, joined
 from .._jit import THIN, in_turn, jit, power, precision, registers, tl, widths
 from .._launch import cdiv, launch
 from .arrange import Arranged, rows_of
@@ -210,7 +210,9 @@ class Far:
     near_at: Tensor  # (b*h c t)
     bits: Tensor  # (b*h words c): the same as a mask of the keys in the order of their parts
     slope: Tensor  # (b*h blocks d e), or (b*h 0 d e)
-    level: Tensor | None = None  # (b*h p c): see _level; forward alone reads it
+    # forward alone reads these:
+    level: Tensor | None = None  # (b*h p c): see _level
+    came: Tensor | None = None  # the mask of the keys as they came
 
 
 def tiles_for(k: Tensor, v: Tensor, clusters: int) -> dict[str, Any]:
@@ -245,10 +247,13 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
     lead, words = b * h, cdiv(m, 32)
     near_at = torch.empty(lead, clusters, 0, dtype=torch.int64, device=c.device)
     bits = torch.empty(lead, 0, clusters, dtype=torch.int32, device=c.device)
+    came = bits
     if top:
-        near_at, bits = select(c, keys, reach, top)
-    joined()  # the parts, which nobody needed so far
-    if top and keys.order is not None:
+        with beside(c, k, *([] if keys.keep is None else [keys.keep])) as chain:  # while parts are made
+            near_at, came, bits = select(c, keys, reach, top)
+            chain.gives(near_at, came, bits)
+    joined()
+    if top:
         marked(near_at, bits, keys, h)
     tile = _forward_tiles(k, v, clusters, lead, parts)
     row_tiles = cdiv(clusters, tile["BC"])
@@ -283,5 +288,5 @@ def forward(c: Tensor, keys: Arranged, pi: Tensor | None, reach: Reach, dtype: t
             TANGENT=reach.tangent, ALL=power(splits, least=1), BR=each, BS=few, BD=tile["BD"], BE=tile["BE"],
             num_warps=4,
         )  # fmt: skip
-    found = Far(out, mean, lse, near_lse, near_at, bits, new(lead, 0, d, e, dtype=dtype), level)
+    found = Far(out, mean, lse, near_lse, near_at, bits, new(lead, 0, d, e, dtype=dtype), level, came)
     return found if pi is None else slope_of(found, c, keys, pi, reach)

@@ -5,7 +5,8 @@ A pass over the keys writes the largest score of every few neighbouring keys, a 
 searches for a threshold among a few hundred numbers each, and the few keys that are left are scored anew. The chosen
 keys become a list and a bit mask, (lead words rows): a word has 32 keys, and a tile of rows reads its words together.
 
-Keys are chosen as they came, the mask is of the keys in the order of their parts: so that parts may be made meanwhile.
+Keys are chosen as they came, so that parts may be made meanwhile; a second mask is of the keys in the order of their
+parts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .arrange import Arranged
 from .reference import Reach
 
 GROUP = 4  # keys
+PROGRAMS = 1056  # of the pass over the keys: eight to each multiprocessor of a large chip
 
 
 @jit
@@ -81,9 +83,10 @@ def _rounded(best, scale):
 
 @jit
 def maxima_kernel(
-    C, K, KEEP, BEST, SPANS, BITS, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, PREFIX: tl.constexpr, FLIP: tl.constexpr, GROUP: tl.constexpr,
-    SPAN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, PRECISION: tl.constexpr,
+    C, K, KEEP, BEST, SPANS, BITS, PLACED, rows, m, d, heads, group, scale, per, first, step, columns, tiles, words,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, HAS_PARTS: tl.constexpr, PREFIX: tl.constexpr,
+    FLIP: tl.constexpr, GROUP: tl.constexpr,
+    SPAN: tl.constexpr, BC: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The best score of each group and span of a few tiles of keys; tiles that no row here may see are left out. FLIP:
     the scale is negative, so that the lowest product is the best."""
@@ -93,11 +96,13 @@ def maxima_kernel(
     row, dims = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
     begin = tl.program_id(0) * tiles
     end = tl.minimum(begin + tiles, tl.cdiv(m, BM))
-    word = begin * (BM // 32) + tl.arange(0, BW)  # nobody is near yet
-    tl.store(
-        BITS + (lead * words + word[:, None]) * rows + row[None, :], tl.zeros((BW, BC), tl.int32),
-        mask=(word < tl.minimum(end * (BM // 32), words))[:, None] & (row < rows)[None, :],
-    )  # fmt: skip
+    for tile in range(begin, end):  # nobody is near yet
+        word = tile * (BM // 32) + tl.arange(0, BM // 32)
+        word_at, nobody = (lead * words + word[:, None]) * rows + row[None, :], tl.zeros((BM // 32, BC), tl.int32)
+        mask = (word < words)[:, None] & (row < rows)[None, :]
+        tl.store(BITS + word_at, nobody, mask=mask)
+        if HAS_PARTS:
+            tl.store(PLACED + word_at, nobody, mask=mask)
     c = tl.load(
         C + (lead * rows + row[:, None]) * d + dims[None, :],
         mask=(row[:, None] < rows) & (dims[None, :] < d),
@@ -242,12 +247,12 @@ def _write(LIST, what, top, BT: tl.constexpr):
 @jit
 def select_kernel(
     C, K, KEEP, BEST, SPANS, NEAR, BITS, rows, m, d, heads, group, scale, per, first, step, columns, words, top,
-    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, MARKS: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
-    SPAN: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    skb, skh, skm, seb, seh, HAS_KEEP: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    BM: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The near keys of one row, by the best of its spans (LEVELS 3), the best groups of these (LEVELS 2) and the best
     keys of these. Where there are no more than ``top`` spans, or groups, all are looked at. What a level has found
-    stands where the near keys will. MARKS: in the mask as well, which is of the keys as they came."""
+    stands where the near keys will."""
     in_turn()
     EACH: tl.constexpr = SPAN // GROUP
     lead, row = tl.program_id(0) // rows, tl.program_id(0) % rows
@@ -295,8 +300,7 @@ def select_kernel(
     if LEVELS > 1:
         key = _among(LIST, key, GROUP)
     _write(LIST, key, top, BT)
-    if MARKS:
-        _mark(BITS, lead.to(tl.int64), row, rows, words, key)
+    _mark(BITS, lead.to(tl.int64), row, rows, words, key)
 
 
 @jit
@@ -323,16 +327,17 @@ def _score_tiles(half: bool, clusters: int, wide: int) -> dict[str, int]:
 
 def _search_tiles(size: int, d: int, top: int, spans: int, span: int) -> dict[str, int]:
     """size: bytes of a number. Up to 1024 numbers one warp finds its way without waiting for others. A thread takes 16
-    bytes of a key at once, and asks for as many pieces ahead as its registers hold."""
+    bytes of a key at once, and asks for as many pieces ahead as half of its registers hold."""
     few, most = power(top, least=8), power(spans, least=32) if spans > top else 32
     warps = max(1, min(16, max(most, few * span // GROUP) // 1024))
-    pieces = min(power(d) * size // 16, 8, 64 * 32 * warps // (few * GROUP))
+    pieces = min(power(d) * size // 16, 8, 32 * 32 * warps // (few * GROUP))
     return {"BS": most, "BT": few, "BD": 16 // size, "AHEAD": max(1, pieces), "num_warps": warps}
 
 
-def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor]:
-    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead words rows); of parts it is
-    empty, and ``marked`` fills it."""
+def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """near_at (lead rows top), -1 where fewer keys are visible, and the bit mask (lead words rows), of the keys as they
+    came; and one of the keys in the order of their parts, where ``marked`` will write. Without parts that is the same.
+    """
     k = keys.k
     (b, h, clusters, d), (hk, m) = c.shape, k.shape[1:3]
     lead, words = b * h, cdiv(m, 32)
@@ -346,27 +351,30 @@ def select(c: Tensor, keys: Arranged, reach: Reach, top: int) -> tuple[Tensor, T
     best = torch.empty(lead, clusters, padded * (tile["BM"] // GROUP), dtype=dtype, device=c.device)
     best_spans = torch.empty(lead, clusters, padded * (tile["BM"] // span), dtype=dtype, device=c.device)
     bits = torch.empty(lead, words, clusters, dtype=torch.int32, device=c.device)
+    placed = bits if keys.order is None else torch.empty_like(bits)
     near = torch.empty(lead, clusters, top, dtype=torch.int64, device=c.device)
-    tiles = max(1, min(8, columns * row_tiles * lead // 1024))  # the centroids are read once for so many
+    tiles = max(1, columns * row_tiles * lead // PROGRAMS)  # the centroids are read once for so many
     view = clusters, m, d, h, h // hk, reach.scale, reach.per, reach.first, reach.step, padded
     strides = *k.stride()[:3], *keys.keep_strides
     launch(
-        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), best, best_spans, bits),
+        maxima_kernel, (cdiv(columns, tiles), row_tiles, lead), (c, k, keys.keep_or(c), best, best_spans, bits, placed),
         (*view, tiles, words, *strides),
-        HAS_KEEP=keys.keep is not None, PREFIX=reach.per > 0, FLIP=reach.scale < 0, GROUP=GROUP, SPAN=span, BW=16,
-        PRECISION=precision(k), num_stages=3, **tile,
+        HAS_KEEP=keys.keep is not None, HAS_PARTS=keys.order is not None, PREFIX=reach.per > 0,
+        FLIP=reach.scale < 0, GROUP=GROUP, SPAN=span, PRECISION=precision(k), num_stages=3, **tile,
     )  # fmt: skip
     launch(
         select_kernel, (lead * clusters,), (c, k, keys.keep_or(c), best, best_spans, near, bits),
         (*view, words, top, *strides),
-        HAS_KEEP=keys.keep is not None, MARKS=keys.order is None, LEVELS=1 + (groups > top) + (spans > top),
+        HAS_KEEP=keys.keep is not None, LEVELS=1 + (groups > top) + (spans > top),
         GROUP=GROUP, SPAN=span, BM=tile["BM"], **_search_tiles(k.element_size(), d, top, spans, span),
     )  # fmt: skip
-    return near, bits
+    return near, bits, placed
 
 
 def marked(near: Tensor, bits: Tensor, keys: Arranged, heads: int) -> None:
-    """The near keys (lead rows top) of so many heads in the mask of keys that fall into parts."""
+    """The near keys (lead rows top) of so many heads, in the mask of the keys in the order of their parts."""
+    if keys.order is None:
+        return
     (lead, rows, top), (hk, m) = near.shape, keys.k.shape[1:3]
     launch(
         mark_kernel, (cdiv(rows * top, 512), lead), (near, keys.place_or(near), bits),
@@ -378,5 +386,5 @@ def closest(c: Tensor, points: Tensor, valid: Tensor | None, top: int) -> Tensor
     """Of the points (b h n d) those with the largest products with each of c (b h c d): (b h c top)."""
     points, c = rows(points), c.to(points.dtype).contiguous()
     reach = Reach(scale=1.0, top=top, tangent=False, per=0, first=0, step=0)
-    near, _ = select(c, Arranged(points, points, None if valid is None else valid.contiguous()), reach, top)
+    near, *_ = select(c, Arranged(points, points, None if valid is None else valid.contiguous()), reach, top)
     return near.view(*c.shape[:3], top)

@@ -246,15 +246,16 @@ def slope_of(found: Far, c: Tensor, keys: Arranged, pi: Tensor, reach: Reach) ->
     )
     part = torch.empty(lead, blocks, of_keys + of_rows, d, e, dtype=torch.float32, device=k.device)
     ahead = (tile["BD"] + tile["BE"]) * k.element_size() <= 1024  # is there room for keys to come?
+    by_part = own(keys, parts)  # otherwise keys are read as they came
+    bits = found.bits if by_part or found.came is None else found.came
     launch(
         slope_kernel, (of_keys + of_rows, blocks, lead),
-        (c, k, v, keys.keep_or(c), keys.order_or(c), keys.first_or(c), found.bits, found.mean_key, found.out, found.lse,
+        (c, k, v, keys.keep_or(c), keys.order_or(c), keys.first_or(c), bits, found.mean_key, found.out, found.lse,
         level, part),
         (clusters, m, d, e, h, h // hk, reach.scale * LOG2E, reach.per, reach.first, reach.step, (m + 31) // 32, parts,
         SLOPE_CLUSTERS, of_keys, of_keys + of_rows, stretch, row_stretch,
         *k.stride()[:3], *v.stride()[:3], *keys.keep_strides),
-        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=keys.by_order,
-        OWN=own(keys, parts),
+        HAS_KEEP=keys.keep is not None, HAS_NEAR=found.near_at.shape[-1] > 0, BY_ORDER=by_part, OWN=by_part,
         BC=power(min(SLOPE_CLUSTERS, reach.per or clusters), THIN), PRECISION=precision(k),
         num_warps=8 if tile["BD"] > 64 or k.element_size() > 2 else 4, num_stages=3 if ahead else 1,
         **registers(k, v), **tile,

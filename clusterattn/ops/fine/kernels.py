@@ -21,7 +21,8 @@ from ..members.kernels import tiles, turns
 LOG2E = 1.4426950408889634
 SOFTMAX, TANGENT, CLUSTER = 0, 1, 2  # how the far part weighs, see Improved
 MASSES = {"softmax": SOFTMAX, "tangent": TANGENT, "cluster": CLUSTER}
-TILES = 4  # of queries in a turn
+TILES = 4  # of queries in a turn; twice as many of large clusters
+MANY = 512  # queries of a cluster, on average: it is large
 
 
 @jit
@@ -244,7 +245,7 @@ def forward(
     q, c, k, v = rows(q), c.to(k.dtype).contiguous(), keys.k, keys.v
     (b, h, n, d), (clusters, top), e = q.shape, found.near_at.shape[1:], v.shape[3]
     shape = _tiles(q, v, clusters, top, 0 if settings.mass == CLUSTER else reach.parts)
-    taken = turns(first, n, shape["BS"] * TILES)
+    taken = turns(first, n, shape["BS"] * (TILES if n < MANY * clusters else 2 * TILES))
     out = torch.empty(b, h, n, e, dtype=v.dtype, device=q.device)
     lse = torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     share = torch.empty(b, h, n if pi is not None else 0, dtype=torch.float32, device=q.device)

@@ -260,8 +260,8 @@ def _tiles(points: Tensor, clusters: int) -> PhaseTiles:
     """Rows and centroids of a tile: more would not stay in registers."""
     wide, half = power(points.shape[3]), points.element_size() == 2
     block = min(power(clusters), max(16, (16384 if half else 2048) // wide))
-    if fits(points, clusters):  # half as many threads hold it as well: more programs share the rows
-        return PhaseTiles(64, block, 4, 2)
+    if fits(points, clusters) or (half and wide <= 128 and clusters <= 64):
+        return PhaseTiles(64, block, 4, 2)  # half as many threads hold it as well: more programs share the rows
     return PhaseTiles(64 if wide <= 128 else 32, block, 8, 1)
 
 
