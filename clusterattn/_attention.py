@@ -15,7 +15,7 @@ from ._replay import known
 from ._types import Attended, Call, Groups, Method, Parts
 from .methods import Auto, Exact, MethodSpec, Refined
 from .methods import method as as_method
-from .ops._aside import joined
+from .ops._launch import joined
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -160,7 +160,8 @@ class Known:
 
     def _record(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> bool:
         """Write the forward pass down, by running it once more."""
-        from .ops._tape import CannotRecord, Recorder, Tape
+        from .ops._recorder import CannotRecord, Recorder
+        from .ops._tape import Tape
 
         assert self.ordinary is not None
         if len({x.data_ptr() for x in (q, k, v)}) < 3:  # which of them a kernel reads cannot be seen
@@ -191,7 +192,7 @@ class Known:
         self, inputs: Sequence[Tensor], seed: int, wanted: Sequence[bool], given: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Forward once more, the ordinary way, and backward: written down where both can be."""
-        from .ops._tape import CannotRecord, Recorder
+        from .ops._recorder import CannotRecord, Recorder
 
         recorder: Any = None
         if len(self.joint) < LAYOUTS and not torch.is_grad_enabled() and len({x.data_ptr() for x in inputs}) == 3:

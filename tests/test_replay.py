@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import clusterattn as ca
 from clusterattn import _replay
 from clusterattn.ops._jit import HAVE_TRITON
-from clusterattn.ops._tape import MEMORY, Lanes, Recorder, Slot, _laid_out
+from clusterattn.ops._recorder import MEMORY, Lanes, Recorder, Slot
+from clusterattn.ops._tape import _laid_out
 
 kernels = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Call, Clusters, Parts
-from ..ops._aside import part
 from ..ops.coarse import SLOPE_CLUSTERS
 from . import _grouping
 from .clustered import Clustered
@@ -74,6 +73,8 @@ class Improved(Clustered):
         count, v = self.parts, call.values
         steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
         if call.soon:  # near keys are chosen meanwhile
+            from ..ops._aside import part
+
             part(k, clusters.means, *([] if call.mask.keys is None else [call.mask.keys]))
         rows, call = self._in_one(q.detach(), k, call)
         shared = replace(clusters, labels=self._together(clusters.labels, k))

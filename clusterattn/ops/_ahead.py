@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from .._types import Call, Groups, Method
 from ._jit import HAVE_TRITON, INTERPRETING
 from ._launch import recording
-from ._tape import EMPTY
+from ._recorder import EMPTY
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode, active_mode

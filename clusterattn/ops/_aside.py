@@ -12,12 +12,11 @@ microseconds of a call). So streams part where a graph is captured:
     joined()  # from here on near may be read
 
 Whoever parts sees to it that ``joined`` is called, whatever happens; it may be called more often. A recorder (see
-_tape.py) notes the chain: its tape may become a graph.
+_recorder.py) notes the chain: its tape may become a graph.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch import recording
+from ._launch import aside, joined, recording
 
 STREAMS = 256  # whose companions are remembered before all are forgotten
 
@@ -88,13 +87,6 @@ class Chain:
                 x.record_stream(self.pair.main)
 
 
-class _Open(threading.local):
-    chain: Chain | None = None
-
-
-_open = _Open()
-
-
 def part(*there: Tensor) -> None:
     """From here on ``beside`` may run, reading these alone."""
     joined()
@@ -104,7 +96,7 @@ def part(*there: Tensor) -> None:
     recorder = tape if tape is not None and tape.launches else None
     if pair is None and recorder is None:
         return
-    _open.chain = Chain(there, pair, recorder)
+    aside.chain = Chain(there, pair, recorder)
     if recorder is not None:
         recorder.part()
     if pair is not None:
@@ -114,7 +106,7 @@ def part(*there: Tensor) -> None:
 @contextmanager
 def beside(*reads: Tensor) -> Iterator[Chain]:
     """What is launched within runs beside what was launched since ``part``; where nothing parted, behind it."""
-    chain = _open.chain
+    chain = aside.chain
     if chain is None or not chain.serves(reads):
         joined()
         yield Chain((), None, None)
@@ -127,12 +119,3 @@ def beside(*reads: Tensor) -> Iterator[Chain]:
     finally:
         if chain.recorder is not None:
             chain.recorder.lane = 0
-
-
-def joined() -> None:
-    """What ran beside is there. (A compiler sees one chain: nothing is put aside while it looks.)"""
-    if torch.compiler.is_compiling():
-        return
-    chain, _open.chain = _open.chain, None
-    if chain is not None:
-        chain.join()

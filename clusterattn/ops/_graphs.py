@@ -48,7 +48,7 @@ class Graphs:
         """As a graph, where there is one; by ``run`` otherwise, at first."""
         self._plays += 1
         graph = self._held.get(key)
-        if graph is None and self._again(key) and self._room():
+        if graph is None and self._again(key) and self._fits():
             graph = self._captured(device, run)
             if graph is None:
                 self._seen[key] = False
@@ -70,7 +70,7 @@ class Graphs:
             self._seen[key] = True
         return bool(worth)
 
-    def _room(self) -> bool:
+    def _fits(self) -> bool:
         """For one more; or can one go that nobody has asked for lately? Those in use would come back at once."""
         if len(self._held) < MOST:
             return True

@@ -29,12 +29,30 @@ _hooks = getattr(triton.knobs.runtime.launch_enter_hook, "calls", [None]) if HAV
 
 
 class _Recording(threading.local):
-    """Who writes down what this thread launches (see _tape.py), or compiles it (see _ahead.py)."""
+    """Who writes down what this thread launches (see _recorder.py), or compiles it (see _ahead.py)."""
 
     tape: Any = None  # a Recorder, or a Rehearsal
 
 
 recording = _Recording()
+
+
+class _Aside(threading.local):
+    """What runs beside what this thread launches (see _aside.py)."""
+
+    chain: Any = None
+
+
+aside = _Aside()
+
+
+def joined() -> None:
+    """What ran beside is there. (A compiler sees one chain: nothing is put aside while it looks.)"""
+    if torch.compiler.is_compiling():
+        return
+    chain, aside.chain = aside.chain, None
+    if chain is not None:
+        chain.join()
 
 
 def cdiv(a: int, b: int) -> int:

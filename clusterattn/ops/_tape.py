@@ -1,249 +1,31 @@
 """A call written down once and played again: its kernels, without what chose them.
 
 A call runs a few dozen kernels, and Python takes longer to choose them than the device to run them. Which ones run, and
-with which numbers, follows from the shapes of the call; so a ``Recorder`` watches one call and notes its launches,
-torch's operators between them, and the memory that they pass on to each other. A ``Tape`` plays them again for other
-tensors of the same shapes and strides: memory for all of them is one allocation, laid out beforehand, and kernels are
-called by address. Nothing is kept between two plays but numbers and the latest draws; the stream is the caller's. Plays
-that come again with the same addresses become CUDA graphs (see _graphs.py), in which chains of kernels run side by side
-(see _aside.py).
-
-What does not follow from shapes is refused while it is recorded: an operator whose result is read on the host, random
-numbers of torch's own, a tensor that came from nowhere. Seeds are the exception: they are played anew, see ``Halves``.
+with which numbers, follows from the shapes of the call; so a ``Recorder`` (see _recorder.py) watches one call. A
+``Tape`` plays what it noted for other tensors of the same shapes and strides: memory for all of it is one allocation,
+laid out beforehand, and kernels are called by address. Nothing is kept between two plays but numbers and the latest
+draws; the stream is the caller's. Plays that come again with the same addresses become CUDA graphs (see _graphs.py), in
+which chains of kernels run side by side (see _aside.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ._aside import Pair
 from ._chunks import no_autocast
 from ._graphs import graphs
-from ._launch import Buffer, Halves, current_stream, ordinary, plan_of, recording
+from ._launch import Halves, current_stream, ordinary
 from ._places import DRAWN, INPUT, KEPT, MADE, MEMORY, SCRATCH, Place, Where, given, result, strides_of
-
-EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
-_REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-
-
-class CannotRecord(Exception):
-    """This call does not follow from its shapes alone."""
-
-
-@dataclass
-class Slot:
-    """Something that tensors of the call lie in: an input, memory, what an operator made, or a draw."""
-
-    kind: int
-    number: int = -1  # of the input
-    size: int = 0  # bytes of memory
-    draw: Any = None
-    whole: Any = None  # (dtype, shape, stride) of the tensor that an operator made
-    first: int = -1  # the steps that use it
-    last: int = -1
-
-
-@dataclass
-class Launch:
-    """A kernel. plan: how to call it by address; without one (an interpreter) it takes tensors."""
-
-    kernel: Any
-    plan: tuple[Any, ...] | None
-    grid: tuple[int, ...]
-    tensors: list[Where]
-    numbers: tuple[Any, ...]
-    loose: tuple[Any, ...]
-    flags: dict[str, Any]
-    lane: int  # 0: the caller's stream, 1: its companion
-
-
-@dataclass
-class Lanes:
-    """Where a chain may begin to run beside, or is waited for."""
-
-    part: bool
-
-
-@dataclass
-class Operator:
-    """One of torch's, between kernels."""
-
-    function: Any
-    args: tuple[Any, ...]
-    named: dict[str, Any]
-    made: list[tuple[int, int]] = field(default_factory=list)  # (which result, slot)
-
-
-class Recorder(TorchDispatchMode):
-    """Within this context the calls of one thread are written down."""
-
-    launches = True
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.slots: list[Slot] = []
-        self.steps: list[Launch | Operator | Lanes] = []
-        self.inputs: list[Tensor] = []
-        self.bound = False  # does it hold the seed it was recorded with?
-        self.lane = 0
-        self.abreast = (
-            True  # may lanes be played side by side? What is no kernel by address runs on the caller's stream
-        )
-        self._storages: dict[int, int] = {}  # the address of a storage -> its slot, as things stand
-        self._exact: dict[int, int] = {}
-        self._alive: list[Any] = []  # storages of inputs and draws: nobody else may get their addresses
-        for x in inputs:
-            self.add_input(x)
-
-    def add_input(self, x: Tensor) -> None:
-        slot = self._add(Slot(INPUT, len(self.inputs)))
-        self.inputs.append(x)
-        address = x.data_ptr()
-        if address in self._exact:
-            raise CannotRecord("two inputs are one tensor")
-        self._exact[address] = slot
-        storage = x.untyped_storage().data_ptr()
-        self._storages[storage] = -1 if storage in self._storages else slot  # -1: several inputs share it
-
-    def __enter__(self) -> Recorder:
-        recording.tape = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        recording.tape = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _add(self, slot: Slot) -> int:
-        self.slots.append(slot)
-        return len(self.slots) - 1
-
-    def where(self, x: Tensor | Buffer) -> Where:
-        """Where a tensor lies, used by the step that comes next."""
-        if isinstance(x, Buffer):
-            base = self.where(x.base)
-            return Where(base.slot, x.offset, x.dtype, x.shape, ())
-        shape, stride, slot = tuple(x.shape), tuple(x.stride()), None
-        if x.numel() == 0:
-            return Where(None, 0, x.dtype, shape, stride)
-        address = x.data_ptr()
-        slot = self._exact.get(address)
-        if slot is None:
-            slot = self._storages.get(x.untyped_storage().data_ptr())
-            if slot is None or slot < 0:
-                raise CannotRecord("a tensor from elsewhere")
-        kind = self.slots[slot]
-        kind.first, kind.last = len(self.steps) if kind.first < 0 else kind.first, len(self.steps)
-        start = self.inputs[kind.number].data_ptr() if kind.kind == INPUT else x.untyped_storage().data_ptr()
-        return Where(slot, address - start, x.dtype, shape, stride)
-
-    def drew(self, draw: Callable[[int], Tensor], seed: int) -> Tensor:
-        """What draw(seed) gives: a play will ask for it again, with a seed of its own."""
-        with self._looking_away():
-            x = draw(seed)
-        self._storages[x.untyped_storage().data_ptr()] = self._add(Slot(DRAWN, draw=draw))
-        self._alive.append(x)
-        return x
-
-    @contextmanager
-    def _looking_away(self) -> Iterator[None]:
-        """What happens here is not written down."""
-        with _disable_current_modes():
-            recording.tape = None
-            try:
-                yield
-            finally:
-                recording.tape = self
-
-    def launched(
-        self, kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor | Buffer], numbers: tuple[Any, ...],
-        loose: Any, flags: dict[str, Any], run: Callable[[], Any],
-    ) -> None:  # fmt: skip
-        """``run`` launches it in the ordinary way."""
-        places = [self.where(x) for x in tensors]
-        with self._looking_away():
-            run()
-        plan = plan_of(kernel, tensors, numbers, flags)
-        self.abreast = self.abreast and (plan is not None or self.lane == 0)
-        self.steps.append(Launch(kernel, plan, (*grid, 1, 1)[:3], places, numbers, loose, flags, self.lane))
-
-    def part(self) -> None:
-        """From here on there are two lanes."""
-        self.steps.append(Lanes(part=True))
-
-    def meet(self) -> None:
-        """What ran beside is waited for."""
-        self.steps.append(Lanes(part=False))
-        self.lane = 0
-
-    def spread_out(self) -> None:
-        """What is used while there are two lanes is in use all the while: nobody knows which of them is ahead."""
-        parted = 0
-        for i, step in enumerate(self.steps):
-            if not isinstance(step, Lanes):
-                continue
-            if step.part:
-                parted = i
-                continue
-            for slot in self.slots:
-                slot.first = parted if parted < slot.first < i else slot.first
-                slot.last = i if parted < slot.last < i else slot.last
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if any(tag in func.tags for tag in _REFUSED) and not _by_position(func, args):
-            raise CannotRecord(f"{func} does not follow from shapes")
-        if func._schema.name in EMPTY:
-            found = func(*args, **named)
-            if found.numel():
-                size = found.untyped_storage().nbytes()
-                self._storages[found.untyped_storage().data_ptr()] = self._add(Slot(MEMORY, size=size))
-            return found
-        if func.is_view:
-            return func(*args, **named)
-        self.abreast = self.abreast and self.lane == 0
-        step = Operator(func, _mapped(args, self.where), _mapped(named, self.where))
-        found = func(*args, **named)
-        given = {x.untyped_storage().data_ptr() for x in _tensors((args, tuple(named.values())))}
-        for which, x in enumerate(found if isinstance(found, (tuple, list)) else (found,)):
-            if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() not in given:
-                whole = x.dtype, tuple(x.shape), tuple(x.stride())
-                slot = self._add(Slot(MADE, whole=whole, first=len(self.steps), last=len(self.steps)))
-                self._storages[x.untyped_storage().data_ptr()] = slot
-                step.made.append((which, slot))
-        self.steps.append(step)
-        return found
-
-
-def _mapped(x: Any, function: Callable[[Any], Any]) -> Any:
-    """Tensors, or where they lie, in arguments."""
-    if isinstance(x, (Tensor, Where)):
-        return function(x)
-    if isinstance(x, dict):
-        return {name: _mapped(each, function) for name, each in x.items()}
-    return type(x)(_mapped(each, function) for each in x) if type(x) in (tuple, list) else x
-
-
-def _by_position(func: Any, args: Any) -> bool:
-    """Indexing, as long as no mask says how many come out."""
-    return func is torch.ops.aten.index.Tensor and all(x is None or x.dtype == torch.int64 for x in args[1])
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    return [found for each in x for found in _tensors(each)] if isinstance(x, (tuple, list)) else []
-
+from ._recorder import CannotRecord, Lanes, Launch, Operator, Recorder, Slot, mapped
 
 # ---------------------------------------------------------------------------------------------------- memory
 
@@ -344,7 +126,7 @@ class Half:
             return None, (step, (), {}, (), frees), 0, None, None, None, None
         self.by_address = self.by_address and isinstance(step, Launch) and step.plan is not None
         if isinstance(step, Operator):
-            args, named = _mapped(step.args, self._placed), _mapped(step.named, self._placed)
+            args, named = mapped(step.args, self._placed), mapped(step.named, self._placed)
             return None, (step.function._op, args, named, step.made, frees), 0, None, None, None, None
         lane = step.lane if self.abreast else 0
         if step.plan is None:

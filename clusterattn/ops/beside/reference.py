@@ -53,7 +53,7 @@ def beside(
     offset = -(key_centre @ directions.mT).flatten(0, 1)
     seen = torch.baddbmm(offset, k.flatten(0, 1), directions.mT.flatten(0, 1)).view(b, hk, many, directions.shape[2])
     points = torch.cat([seen, (v - value_centre) / shrink], -1)
-    return points, places[..., :first].contiguous(), places[..., first:].contiguous()
+    return points, places[..., :first].clone(), places[..., first:].clone()
 
 
 def nearest_beside(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._aside import beside, joined
+from .._aside import beside
 from .._jit import THIN, in_turn, jit, power, precision, registers, tl, widths
-from .._launch import cdiv, launch
+from .._launch import cdiv, joined, launch
 from .arrange import Arranged, rows_of
 from .near import _limit, across, marked, near_across, select
 from .reference import Reach

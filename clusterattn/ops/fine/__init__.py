@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..._types import Attended, Mask, Members, Parts
 from .. import _backends
-from .._aside import joined
 from .._chunks import wide
+from .._launch import joined
 from .._op import op
 from ..coarse import Coarse, Reach, coarse
 from ..coarse import multiply_adds as of_centroids

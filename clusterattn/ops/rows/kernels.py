@@ -38,16 +38,16 @@ def broadcast_fwd_kernel(
 def broadcast(rows: Tensor, labels: Tensor, counts: Tensor | None = None) -> Tensor:
     """rows (b h c x), labels (b h n) -> (b h n x); 0 for label -1. With counts (b h c) each row over its count."""
     out = torch.empty(*labels.shape, rows.shape[3], dtype=rows.dtype, device=rows.device)
-    _hand_out(rows, labels, counts, out, added=False)
+    _share(rows, labels, counts, out, added=False)
     return out
 
 
 def add_shares(out: Tensor, rows: Tensor, labels: Tensor, counts: Tensor) -> None:
     """To out (b h n x), dense, each row's share: of rows (b h c x) over counts (b h c)."""
-    _hand_out(rows, labels, counts, out, added=True)
+    _share(rows, labels, counts, out, added=True)
 
 
-def _hand_out(rows: Tensor, labels: Tensor, counts: Tensor | None, out: Tensor, added: bool) -> None:
+def _share(rows: Tensor, labels: Tensor, counts: Tensor | None, out: Tensor, added: bool) -> None:
     rows, labels = rows.contiguous(), labels.contiguous()
     (b, h, c, x), n, wide = rows.shape, labels.shape[2], power(rows.shape[3], least=1)
     tile = max(32, min(1024, 8192 // wide))
