@@ -37,17 +37,17 @@ ROOM = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # l2, o
 
 
 def drawn(b: int, h: int, hk: int, n: int, d: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
-    """q, k, v as leaves: queries and keys in lumps."""
+    """q, k, v as leaves: queries and keys in lumps, and the values of alike keys alike: whoever finds some of them has
+    their answer."""
     draw = torch.Generator(device).manual_seed(seed)
-    lumps = torch.randn(50, d, generator=draw, device=device)
+    lumps, contents = torch.randn(2, 50, d, generator=draw, device=device).to(dtype)
+    asked, held = (torch.randint(50, (b, heads, n), generator=draw, device=device) for heads in (h, hk))
 
-    def lumpy(heads: int) -> Tensor:
-        which = torch.randint(50, (b, heads, n), generator=draw, device=device)
-        near = torch.randn(b, heads, n, d, generator=draw, device=device, dtype=dtype)
-        return near.mul_(0.4).add_(lumps.to(dtype)[which])
+    def around(middles: Tensor, which: Tensor) -> Tensor:
+        near = torch.randn(*which.shape, d, generator=draw, device=device, dtype=dtype)
+        return near.mul_(0.4).add_(middles[which])
 
-    v = torch.randn(b, hk, n, d, generator=draw, device=device, dtype=dtype)
-    return [x.requires_grad_() for x in (lumpy(h), lumpy(hk), v)]
+    return [x.requires_grad_() for x in (around(lumps, asked), around(lumps, held), around(contents, held))]
 
 
 def apart(x: Tensor, y: Tensor) -> float:

@@ -237,7 +237,7 @@ def _attention(
         call, groups = replace(call, parts=known_parts(recipe, groups, k)), None
     given_groups = None if groups is None else known_groups(recipe, groups, q, k)
     answered = partial(_answered, recipe, given_groups, call, return_state)
-    if q.is_cuda and not isinstance(recipe, Exact):
+    if q.is_cuda and not torch.compiler.is_compiling() and not isinstance(recipe, Exact):
         from .ops import _ahead  # what it imports comes with kernels
 
         _ahead.before(answered, recipe, given_groups, call, *wiped)

@@ -27,8 +27,11 @@ INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
-# Lengths and seeds: a kernel compiled for one value of them serves all
-LOOSE = ("n", "m", "total", "low", "high", "stretch", "stretches", "turns", "grown")
+# Lengths, what is counted along them, and seeds: a kernel compiled for one value of them serves all
+LOOSE = (
+    "n", "m", "total", "length", "taken", "low", "high", "stretch", "stretches", "row_stretch", "turns", "grown",
+    "words", "tiles", "splits", "of_keys", "programs", "share", "g",
+)  # fmt: skip
 
 
 def jit(function: Any) -> Any:

@@ -70,7 +70,8 @@ def seat_lists(table: Tensor, length: int) -> Lists:
 
 @jit
 def gather_sum_kernel(
-    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, rows, total, d, n, offset, heads, group, scale, sob, soh, sxb, sxh, sxn,
+    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, length, total, d, n, offset, heads, group, scale,
+    sob, soh, sxb, sxh, sxn,
     ALONE: tl.constexpr, WEIGHED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group."""
@@ -79,13 +80,13 @@ def gather_sum_kernel(
     place = tl.program_id(1).to(tl.int64)
     batch, kv_head = place // kv_heads, place % kv_heads
     at, dims = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
-    here = at < rows
+    here = at < length
     out = tl.zeros((BR, BD), tl.float32)
     for one in range(group):
         head = kv_head * group + one
         lead = batch * heads + head
-        first = tl.load(START + lead * (rows + 1) + at, mask=here, other=0)
-        last = tl.load(START + lead * (rows + 1) + at + 1, mask=here, other=0)
+        first = tl.load(START + lead * (length + 1) + at, mask=here, other=0)
+        last = tl.load(START + lead * (length + 1) + at + 1, mask=here, other=0)
         for step in range(tl.max((last - first).to(tl.int32), axis=0)):
             turn = first + step
             mask = (turn < last)[:, None] & (dims < d)[None, :]

@@ -18,7 +18,7 @@ from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch
 from ..members.kernels import by_label
 
-STRETCHES = 1022  # of keys at most, that gradients of near keys are sorted by: with both ends one tile of the sort
+STRETCHES = 1008  # of keys at most, that gradients of near keys are sorted by: with both ends one tile of the sort
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def add_near(dk: Tensor, dv: Tensor, near_at: Tensor, near_dk: Tensor, near_dv: 
         return dk, dv
     tile = 32
     width = tile * cdiv(m, tile * STRETCHES)
-    stretches = cdiv(m, width)
+    stretches = cdiv(cdiv(m, width), 16) * 16  # some are empty: kernels tell multiples of 16 from other numbers
     entries, first = by_label(near_at.view(b * hk, -1), stretches, width)
     launch(
         near_shares_kernel, (cdiv(m, tile), b * hk),

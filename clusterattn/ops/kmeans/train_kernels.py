@@ -109,7 +109,7 @@ def _add_stretch(
 @jit
 def round_kernel(
     X, TRAIN_AT, VALID, ORIGIN, W, OFFSET, SUMS, COUNTS,
-    n, d, c, rows, heads, programs, stretch, sxb, sxh, sxn, stb, sth,
+    n, d, c, taken, heads, programs, stretch, sxb, sxh, sxn, stb, sth,
     HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, SIGNS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def round_kernel(
     origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
     first_row, out = mine * stretch, (lead * programs + mine) * c
     _add_stretch(
-        X, TRAIN_AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, min(rows, first_row + stretch), out,
+        X, TRAIN_AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, min(taken, first_row + stretch), out,
         origin, dims, n, d, c, sxb, sxh, sxn, stb, sth, HAS_AT, HAS_VALID, SIGNS, BN, BC, BD, PRECISION,
     )  # fmt: skip
 
@@ -146,18 +146,18 @@ def seen_by(CENTROIDS, FORM, lead, which, dims, c, d, STRIP: tl.constexpr, BD: t
 @jit
 def train_kernel(
     X, START_AT, TRAIN_AT, VALID, FORM, ORIGIN, CENTROIDS, W, OFFSET, LABELS, SUMS, COUNTS, BARRIER,
-    n, d, c, rows, heads, programs, stretch, share, begin, end, sxb, sxh, sxn, sab, sah, stb, sth,
+    n, d, c, taken, heads, programs, stretch, share, begin, end, sxb, sxh, sxn, sab, sah, stb, sth,
     HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, HAS_FORM: tl.constexpr, SIGNS: tl.constexpr, ONE_BLOCK: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Phases begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead rows)."""
+    """Phases begin .. end. SUMS (lead programs c d), COUNTS (lead programs c), LABELS (lead taken)."""
     in_turn()
     mine, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     origin = tl.load(ORIGIN + lead * d + dims, mask=dims < d, other=0.0)
     first_row = mine * stretch
-    stop = min(rows, first_row + stretch)
+    stop = min(taken, first_row + stretch)
     out = (lead * programs + mine) * c
     for phase in range(begin, end):
         if phase % 2 == 0:
@@ -176,7 +176,7 @@ def train_kernel(
                     if not SIGNS:
                         x = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
                     label = tl.where(real, _best(x, W, OFFSET, lead, c, d, dims, BN, BC, PRECISION), -1)
-                    tl.store(LABELS + lead * rows + at, label, mask=at < stop)
+                    tl.store(LABELS + lead * taken + at, label, mask=at < stop)
                 tl.debug_barrier()
                 for first in range(0, c, BC):
                     which = first + tl.arange(0, BC)
@@ -187,7 +187,7 @@ def train_kernel(
                             X, TRAIN_AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth, HAS_AT,
                             HAS_VALID,
                         )  # fmt: skip
-                        label = tl.load(LABELS + lead * rows + at, mask=at < stop, other=-1)
+                        label = tl.load(LABELS + lead * taken + at, mask=at < stop, other=-1)
                         chosen = which[:, None] == label[None, :]
                         total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
                         count += tl.sum(chosen.to(tl.float32), 1)

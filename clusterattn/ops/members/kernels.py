@@ -109,7 +109,7 @@ def members(labels: Tensor, clusters: int, parts: bool, width: int = 1) -> tuple
     wide = power(clusters + 2)
     sizes = (n, clusters, width, stretches)
     launch(count_kernel, (stretches, lead), (labels, counts), sizes, BN=tile, BC=wide, num_warps=4)
-    few, across = min(128, power(stretches, least=1)), min(32, wide)
+    few, across = 32 if stretches <= 32 else 128, min(32, wide)
     launch(
         scan_kernel, (cdiv(clusters + 1, across), lead), (counts, total), (clusters, stretches), BS=few, BC=across,
         num_warps=4,
