@@ -95,9 +95,12 @@ def data_of(row: Row) -> str:
     return "heads of TabPFN v1, repeated" if "TabPFN" in told else told.partition(",")[0]
 
 
+COMMON = (8192, 32768)
+
+
 def default_speeds() -> list[Row]:
-    """Forward times of Refined() for each machine and kind: the shortest length, the longest, where it overtakes;
-    where they are few, all."""
+    """Forward times of Refined() for each machine and kind: the shortest length, the longest, where it overtakes, and
+    two that many models have; where they are few, all."""
     kinds: dict[tuple[object, ...], dict[int, Row]] = {}
     for row in [*rows("cpu-bars", "bench"), *gpu_rows()]:
         if row.get("method") == "refined" and row.get("pass") == "forward" and _is_speed(row) and "speedup" in row:
@@ -107,7 +110,7 @@ def default_speeds() -> list[Row]:
     for by_length in kinds.values():
         lengths = sorted(by_length)
         ahead = [n for n in lengths if by_length[n]["speedup"] > 1]
-        wanted = {lengths[0], lengths[-1], *ahead[:1]} if len(lengths) > 3 else lengths
+        wanted = {lengths[0], lengths[-1], *ahead[:1], *COMMON} if len(lengths) > 3 else lengths
         shown += [by_length[n] for n in lengths if n in wanted]
     return shown
 
