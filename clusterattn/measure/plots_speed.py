@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, log
+from math import ceil, exp, log
 from typing import Any
 
 from .._rows import Row
@@ -231,26 +231,26 @@ def _about(at: float, measured: bool) -> str:
 
 
 def _mark_crossings(axis: Any, drawn: Mapping[str, Curve], labels: Sequence[str]) -> None:
-    """A ring where a method passes exact attention, and its length in the upper corner, for which room is made."""
+    """A ring where a method passes exact attention, and its length in the upper corner, for which room is made: in two
+    columns where they are many."""
     exact = drawn.get(PEER, {})
     lines = {label: curve for label, curve in drawn.items() if label != PEER and len(set(curve) & set(exact)) > 1}
     found = {label: crossing(curve, exact) for label, curve in lines.items()}
     passed = sorted((spot[0], spot[1], label) for label, spot in found.items() if spot is not None)
-    corner = axis.transAxes
+    corner, lines_of = axis.transAxes, len(passed) if len(passed) <= 4 else ceil(len(passed) / 2)
     if passed:
         heights = [1e6 * height for curve in drawn.values() for height in curve.values()]
         low, high = axis.get_ylim()[0], 1.3 * max(heights)
-        taken = 0.06 * (len(passed) + 1)  # of the height
+        taken = 0.06 * (lines_of + 1)  # of the height
         axis.set_ylim(low, max(high * (high / low) ** (taken / (1 - taken)), axis.get_ylim()[1]))  # panels share it
         axis.text(0.03, 0.97, "ahead from N =", transform=corner, va="top", size=8.5, color="#555555")
     for place, (at, measured, label) in enumerate(passed):
         colour, marker, _ = _style(label, labels)
         axis.plot(at, _between(exact, at) * 1e6, "o", ms=12, mfc="none", mec=colour, mew=1.8, zorder=4)
-        height = 0.905 - 0.055 * place
-        axis.plot(0.045, height, marker, ms=6, color=colour, mec="white", mew=0.6, transform=corner)
-        axis.text(
-            0.075, height, _about(at, measured), transform=corner, va="center", size=8.5, weight="bold", color=colour
-        )
+        left, height = 0.045 + 0.24 * (place // lines_of), 0.905 - 0.055 * (place % lines_of)
+        axis.plot(left, height, marker, ms=6, color=colour, mec="white", mew=0.6, transform=corner)
+        told = _about(at, measured)
+        axis.text(left + 0.03, height, told, transform=corner, va="center", size=8.5, weight="bold", color=colour)
 
 
 def _style(label: str, labels: Sequence[str]) -> tuple[str, str, str]:

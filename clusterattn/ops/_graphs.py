@@ -8,6 +8,7 @@ graph, and none holds memory of the call: one whose addresses never come again i
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -33,33 +34,42 @@ class Graphs:
         self._used: dict[Hashable, int] = {}
         self._seen: dict[Hashable, bool] = {}  # is it worth a graph?
         self._plays = 0
-        self._capturing = threading.Lock()
+        self._books, self._capturing = threading.Lock(), threading.Lock()
         self._pairs: dict[torch.device, Pair] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def forget(self) -> None:
-        self._held.clear()
-        self._used.clear()
-        self._seen.clear()
+        with self._books:
+            self._held.clear()
+            self._used.clear()
+            self._seen.clear()
 
     def play(self, key: Hashable, device: torch.device, run: Run, stream: int) -> None:
         """As a graph, where there is one; by ``run`` otherwise, at first."""
-        self._plays += 1
-        graph = self._held.get(key)
-        if graph is None and self._again(key) and self._fits():
-            graph = self._captured(device, run)
-            if graph is None:
-                self._seen[key] = False
-            else:
-                self._held[key] = graph
+        with self._books:
+            self._plays += 1
+            graph = self._known(key)
+            wanted = graph is None and self._again(key) and self._fits()
+        if wanted and self._capturing.acquire(blocking=False):  # or another thread is at it
+            try:
+                graph = self._captured(device, run)
+                with self._books:
+                    self._keep(key, graph)
+            finally:
+                self._capturing.release()
         if graph is None:
             run(stream, None)
-            return
-        graph.replay()
-        self._used[key] = self._plays
-        self._held.move_to_end(key)
+        else:
+            graph.replay()
+
+    def _known(self, key: Hashable) -> Any:
+        graph = self._held.get(key)
+        if graph is not None:
+            self._used[key] = self._plays
+            self._held.move_to_end(key)
+        return graph
 
     def _again(self, key: Hashable) -> bool:
         """Has it been seen before?"""
@@ -71,7 +81,8 @@ class Graphs:
         return bool(worth)
 
     def _fits(self) -> bool:
-        """For one more; or can one go that nobody has asked for lately? Those in use would come back at once."""
+        """Is there place for one more; or can one go that nobody has asked for lately? Those in use would come back at
+        once."""
         if len(self._held) < MOST:
             return True
         oldest = next(iter(self._held))
@@ -80,10 +91,15 @@ class Graphs:
         del self._held[oldest], self._used[oldest]
         return True
 
+    def _keep(self, key: Hashable, graph: Any) -> None:
+        if graph is None:
+            self._seen[key] = False
+        else:
+            self._held[key], self._used[key] = graph, self._plays
+
     def _captured(self, device: torch.device, run: Run) -> Any:
-        """A graph of what ``run`` launches; None where there can be none."""
-        if not self._capturing.acquire(blocking=False):  # another thread is at it
-            return None
+        """A graph of what ``run`` launches; None where there can be none. (While torch captures, its generator of this
+        device refuses random numbers to other threads.)"""
         cuda: Any = torch.cuda
         try:
             if device not in self._pairs:
@@ -95,10 +111,9 @@ class Graphs:
                     run(pair.main.cuda_stream, pair)
                 finally:
                     graph.capture_end()
-        except RuntimeError:  # somebody else captures whatever happens in this process
+        except Exception as reason:  # somebody else captures whatever happens in this process
+            logging.getLogger("clusterattn").debug("a call could not become a graph: %s", reason)
             return None
-        finally:
-            self._capturing.release()
         return graph
 
 

@@ -182,7 +182,7 @@ class Half:
         if memory is not None:
             made[KEPT] = memory
         run, stream = partial(self._run, bases, seed, inputs, made), current_stream(device)
-        if self.by_address and graphs.on and device.type == "cuda":
+        if self.by_address and graphs.on and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             graphs.play((self.number, seed if self.seeded else 0, *bases), device, run, stream)
         else:
             run(stream, None)
