@@ -249,8 +249,8 @@ def _mark_crossings(axis: Any, drawn: Mapping[str, Curve], labels: Sequence[str]
         axis.plot(at, _between(exact, at) * 1e6, "o", ms=12, mfc="none", mec=colour, mew=1.8, zorder=4)
         left, height = 0.045 + 0.24 * (place // lines_of), 0.905 - 0.055 * (place % lines_of)
         axis.plot(left, height, marker, ms=6, color=colour, mec="white", mew=0.6, transform=corner)
-        told = _about(at, measured)
-        axis.text(left + 0.03, height, told, transform=corner, va="center", size=8.5, weight="bold", color=colour)
+        length = _about(at, measured)
+        axis.text(left + 0.03, height, length, transform=corner, va="center", size=8.5, weight="bold", color=colour)
 
 
 def _style(label: str, labels: Sequence[str]) -> tuple[str, str, str]:
