@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._types import Call, Groups, Method
 from ._jit import HAVE_TRITON, INTERPRETING
 from ._launch import recording
-from ._recorder import EMPTY
+from ._recorder import EMPTY, Watch
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
@@ -36,19 +36,10 @@ KINDS = 4096  # that are remembered before all are forgotten
 _rehearsed: set[tuple[Any, ...]] = set()
 
 
-class Rehearsal(TorchDispatchMode):
+class Rehearsal(Watch):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Within this context kernels are compiled and not launched."""
 
     launches = bound = False
-
-    def __enter__(self) -> Rehearsal:
-        recording.tape = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        recording.tape = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ._launch import Buffer, plan_of, recording
 from ._places import DRAWN, INPUT, MADE, MEMORY, Where
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -71,7 +74,20 @@ class Operator:
     made: list[tuple[int, int]] = field(default_factory=list)  # (which result, slot)
 
 
-class Recorder(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Within this context a thread's launches come here first, and torch's operators."""
+
+    def __enter__(self) -> Self:
+        recording.tape = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        recording.tape = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class Recorder(Watch):
     """Within this context the calls of one thread are written down."""
 
     launches = True
@@ -83,9 +99,8 @@ class Recorder(TorchDispatchMode):
         self.inputs: list[Tensor] = []
         self.bound = False  # does it hold the seed it was recorded with?
         self.lane = 0
-        self.abreast = (
-            True  # may lanes be played side by side? What is no kernel by address runs on the caller's stream
-        )
+        # May lanes be played side by side? What is no kernel by address knows the caller's stream alone
+        self.abreast = True
         self._storages: dict[int, int] = {}  # the address of a storage -> its slot, as things stand
         self._exact: dict[int, int] = {}
         self._alive: list[Any] = []  # storages of inputs and draws: nobody else may get their addresses
@@ -101,15 +116,6 @@ class Recorder(TorchDispatchMode):
         self._exact[address] = slot
         storage = x.untyped_storage().data_ptr()
         self._storages[storage] = -1 if storage in self._storages else slot  # -1: several inputs share it
-
-    def __enter__(self) -> Recorder:
-        recording.tape = self
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        recording.tape = None
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _add(self, slot: Slot) -> int:
         self.slots.append(slot)
