@@ -27,10 +27,13 @@ INTERPRETING = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
 HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
-# Lengths, what is counted along them, and seeds: a kernel compiled for one value of them serves all
+# Lengths, seeds, what is counted, and strides of masks and lists: a kernel compiled for one value of them serves all.
+# (Strides of queries, keys and values are not among them: rows are read many bytes at a time where they allow it.)
 LOOSE = (
     "n", "m", "total", "length", "taken", "low", "high", "stretch", "stretches", "row_stretch", "turns", "grown",
-    "words", "tiles", "splits", "of_keys", "programs", "share", "g",
+    "words", "tiles", "splits", "of_keys", "programs", "share", "g", "c", "rows", "near_rows", "parts", "begin", "end",
+    "top", "few", "per", "picks", "p", "r", "heads", "width", "q_width", "k_width", "directions", "many", "step",
+    "steps", "seb", "seh", "sab", "sah", "spb",
 )  # fmt: skip
 
 

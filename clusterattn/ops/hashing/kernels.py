@@ -289,6 +289,8 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None) -> Tensor:
     hashes = torch.empty(b, h, rounds, n, dtype=torch.int32, device=x.device)
     half = x.dtype != torch.float32
     tile, columns, warps = (128, 128, 8) if half and d <= 128 else (64, 64, 4)
+    if not half and d > 128:  # a product of three takes twice the shared memory
+        tile = columns = 32
     columns = min(columns, power(each))
     launch(
         polytope_kernel, (cdiv(n, tile), b * h),

@@ -84,23 +84,29 @@ def _add_stretch(
     which = tl.arange(0, BC)
     w, offset = _centroids(W, OFFSET, lead, which, dims, c, d)
     total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
+    if SIGNS:  # whole numbers: with the index taken off no two are the same, and of equals the lowest is largest
+        w, offset = (w.to(tl.float32) * BC).to(w.dtype), offset - which
+        counts, ones = tl.zeros((BC, 16), tl.float32), tl.full((BN, 16), 1.0, X.dtype.element_ty)
     for start in range(first_row, stop, BN):
         at = start + tl.arange(0, BN)
         x, real = sample_rows(
             X, AT, VALID, lead, heads, at, stop, dims, d, n, sxb, sxh, sxn, stb, sth, HAS_AT, HAS_VALID
         )
-        moved = x
-        if not SIGNS:
-            moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
-        # centroids down, rows across: the labels' one-hot matrix then lies as the next product takes it
-        scores = tl.dot(w, tl.trans(moved), input_precision=PRECISION) + offset[:, None]
-        if SIGNS:  # whole numbers: with the index taken off no two are the same, and of equals the lowest is largest
-            scores = scores * BC - which[:, None]
-            chosen = (scores == tl.max(scores, axis=0)[None, :]) & real[None, :]
+        if SIGNS:  # rows down: a thread has most of a row's scores, and tensor cores count as well as add
+            scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
+            chosen = (scores == tl.max(scores, axis=1)[:, None]) & real[:, None]
+            chosen = tl.trans(chosen.to(x.dtype))
+            counts = tl.dot(chosen, ones, counts, input_precision=PRECISION)
         else:
+            # centroids down, rows across: the labels' one-hot matrix then lies as the next product takes it
+            moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
+            scores = tl.dot(w, tl.trans(moved), input_precision=PRECISION) + offset[:, None]
             chosen = (which[:, None] == tl.argmax(scores, axis=0)[None, :]) & real[None, :]
-        total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
-        count += tl.sum(chosen.to(tl.float32), 1)
+            chosen = chosen.to(x.dtype)
+            count += tl.sum(chosen.to(tl.float32), 1)
+        total = tl.dot(chosen, x, total, input_precision=PRECISION)
+    if SIGNS:
+        count = tl.max(counts, 1)
     place = out + which
     tl.store(SUMS + place[:, None] * d + dims[None, :], total, mask=(which < c)[:, None] & (dims < d)[None, :])
     tl.store(COUNTS + place, count, mask=which < c)
@@ -329,12 +335,13 @@ def train_apart(
         sums, counts,
     )  # fmt: skip
     train_strides = (0, 0) if train_at is None else train_at.stride()[:2]
+    settings = {"num_warps": 4, "num_stages": 3} if signs else {"num_warps": 8, "num_stages": 1, "maxnreg": 128}
     for _ in range(updates):
         launch(
             round_kernel, (programs, lead), tensors,
             (n, d, c, rows, h, programs, stretch, *points.stride()[:3], *train_strides),
             HAS_AT=train_at is not None, HAS_VALID=train_at is None and valid is not None, SIGNS=signs, BN=TILE,
-            BC=power(c), BD=power(d), PRECISION=precision(points), num_warps=8, num_stages=1, maxnreg=128,
+            BC=power(c), BD=power(d), PRECISION=precision(points), **settings,
         )  # fmt: skip
         move(points, start_at, form, origin, centroids, w, offset, barrier, sums, counts, signs)
 
@@ -350,9 +357,10 @@ def move(
         sums, counts, barrier,
     )  # fmt: skip
     strides = (*points.stride()[:3], *start_at.stride()[:2], 0, 0)
+    strip, most = (STRIP, 8) if form is not None else (STRIP // 2, 16)  # a product wants no less
     launch(
-        train_kernel, (cdiv(c, STRIP), b * h), tensors, (n, d, c, n, h, splits, n, STRIP, 1, 2, *strides),
+        train_kernel, (cdiv(c, strip), b * h), tensors, (n, d, c, n, h, splits, n, strip, 1, 2, *strides),
         HAS_AT=False, HAS_VALID=False, HAS_FORM=form is not None, SIGNS=signs, ONE_BLOCK=True, BN=16, BC=16,
-        BS=min(8 if wide <= 64 else 4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=STRIP,
+        BS=min(most if wide <= 64 else 4, power(splits, least=1)), BD=wide, BK=min(64, wide), STRIP=strip,
         PRECISION=precision(points), num_warps=4, num_stages=1,
     )  # fmt: skip
