@@ -57,8 +57,13 @@ CALLS = [
     ("routing:clusters=4,window=64", False),
     ("clusterformer:clusters=4", False),
     ("local:window=40", True),
+    ("smyrf:rounds=1,q_seats=8,k_seats=8,transform=crosspolytope", False),  # many directions
+    ("routing:clusters=8,window=64", False),  # queries of a bucket are one tile, its keys two
 ]
-FEW = [("bf16", 64, 64, CALLS[1:2]), ("fp16", 40, 32, CALLS[11:12]), ("bf16", 160, 160, CALLS[1:2])]
+FEW = [
+    ("bf16", 64, 64, CALLS[1:2]), ("fp16", 40, 32, CALLS[11:12]), ("bf16", 160, 160, CALLS[1:2]),
+    ("fp32", 256, 256, CALLS[-2:]),
+]  # fmt: skip
 SHORT = 7  # tokens: tiles are no smaller than 16
 
 
