@@ -74,6 +74,13 @@ def _best(x, W, OFFSET, lead, c, d, dims, BN: tl.constexpr, BC: tl.constexpr, PR
 
 
 @jit
+def _hot(chosen, like):
+    """1 where chosen, 0 elsewhere, by a selection: conversions are slow."""
+    dtype: tl.constexpr = like.dtype
+    return tl.where(chosen, tl.full((), 1.0, dtype), tl.full((), 0.0, dtype))
+
+
+@jit
 def _add_stretch(
     X, AT, VALID, W, OFFSET, SUMS, COUNTS, lead, heads, first_row, stop, out, origin, dims,
     n, d, c, sxb, sxh, sxn, stb, sth, HAS_AT: tl.constexpr, HAS_VALID: tl.constexpr, SIGNS: tl.constexpr,
@@ -94,16 +101,17 @@ def _add_stretch(
         )
         if SIGNS:  # rows down: a thread has most of a row's scores, and tensor cores count as well as add
             scores = tl.dot(x, tl.trans(w), input_precision=PRECISION) + offset[None, :]
-            chosen = (scores == tl.max(scores, axis=1)[:, None]) & real[:, None]
-            chosen = tl.trans(chosen.to(x.dtype))
+            highest = tl.where(real, tl.max(scores, axis=1), float("inf"))  # no score is
+            chosen = tl.trans(_hot(scores == highest[:, None], x))
             counts = tl.dot(chosen, ones, counts, input_precision=PRECISION)
         else:
             # centroids down, rows across: the labels' one-hot matrix then lies as the next product takes it
             moved = (x.to(tl.float32) - origin[None, :]).to(x.dtype)
             scores = tl.dot(w, tl.trans(moved), input_precision=PRECISION) + offset[:, None]
-            chosen = (which[:, None] == tl.argmax(scores, axis=0)[None, :]) & real[None, :]
-            chosen = chosen.to(x.dtype)
-            count += tl.sum(chosen.to(tl.float32), 1)
+            label = tl.where(real, tl.argmax(scores, axis=0), -1)
+            chosen = which[:, None] == label[None, :]
+            count += tl.sum(_hot(chosen, count), 1)
+            chosen = _hot(chosen, x)
         total = tl.dot(chosen, x, total, input_precision=PRECISION)
     if SIGNS:
         count = tl.max(counts, 1)
@@ -195,8 +203,8 @@ def train_kernel(
                         )  # fmt: skip
                         label = tl.load(LABELS + lead * taken + at, mask=at < stop, other=-1)
                         chosen = which[:, None] == label[None, :]
-                        total = tl.dot(chosen.to(x.dtype), x, total, input_precision=PRECISION)
-                        count += tl.sum(chosen.to(tl.float32), 1)
+                        total = tl.dot(_hot(chosen, x), x, total, input_precision=PRECISION)
+                        count += tl.sum(_hot(chosen, count), 1)
                     place = out + which
                     tl.store(
                         SUMS + place[:, None] * d + dims[None, :], total,
