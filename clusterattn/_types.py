@@ -142,11 +142,14 @@ class Buckets:
         queries: (b h g s), -1 = an empty seat
         keys: (b h g z), -1 = an empty seat
         rounds: a query sits at most once in each of so many equal parts of the table; 0: in any number of seats
+        copies: in each of these parts, a key sits at most once in each of so many equal parts of the buckets' seats
+            (chunks that also see the chunk before: 2); 0: in any number of seats
     """
 
     queries: Tensor
     keys: Tensor
     rounds: int = 1
+    copies: int = 0
 
 
 @dataclass(frozen=True)

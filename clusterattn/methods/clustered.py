@@ -221,7 +221,7 @@ class Clustered(Method):
         broadcast, level = call.ops.broadcast, found.lse.squeeze(3)
         out = broadcast(found.out.squeeze(3).to(v.dtype), labels, members=groups.members)
         if not call.lse:
-            return Attended(out, level.new_zeros(()).expand(labels.shape))  # nobody will look
+            return Attended(out, level.new_empty(()).expand(labels.shape))  # nobody will look
         key = found.mean_key.squeeze(3)
         lse = level - (wide(means) * key).sum(-1) * call.scale
         lse = torch.where(labels < 0, NEVER, broadcast(lse, labels))

@@ -46,7 +46,7 @@ class Reformer(Method):
         used = None if valid is None else (-(-valid.sum(-1, keepdim=True) // self.chunk)).clamp(min=1)
         hashes = call.ops.polytope(q, drawn, used)
         queries, keys = call.ops.chunked(hashes, valid, chunk=self.chunk)
-        return Buckets(queries, keys, self.rounds), None
+        return Buckets(queries, keys, self.rounds, copies=2), None  # its own chunk's and the one before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)

@@ -33,7 +33,7 @@ LOOSE = (
     "n", "m", "total", "length", "taken", "low", "high", "stretch", "stretches", "row_stretch", "turns", "grown",
     "words", "tiles", "splits", "of_keys", "programs", "share", "g", "c", "rows", "near_rows", "parts", "begin", "end",
     "top", "few", "per", "picks", "p", "r", "heads", "width", "q_width", "k_width", "directions", "many", "step",
-    "steps", "seb", "seh", "sab", "sah", "spb",
+    "steps", "buckets", "copies", "each", "seb", "seh", "sab", "sah", "spb",
 )  # fmt: skip
 
 

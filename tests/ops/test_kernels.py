@@ -231,7 +231,7 @@ def test_opcheck_with_kernels() -> None:
     at = torch.tensor([[[0, 3, 3], [5, -1, 0]]], device=DEVICE)
     queries = torch.arange(12, device=DEVICE).view(1, 1, 2, 6).expand(1, 2, 2, 6)
     keys = torch.arange(14, device=DEVICE).view(1, 1, 2, 7).expand(1, 2, 2, 7)
-    seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0), "triton")
+    seating = (None, queries, keys, None, None, None, None, 0.25, 0.0, (2, -1, 0, 0, 1, 0, 0), "triton")
     labels = torch.arange(24, device=DEVICE).view(1, 2, 12) % 4 - 1
     c, (order, first) = q[:, :, :3].detach().requires_grad_(), ops.members(labels, 3, False, "triton")[:2]
     by_part = ops.members(torch.arange(14, device=DEVICE).view(1, 1, 14) % 2, 2, True, "triton")

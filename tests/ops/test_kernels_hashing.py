@@ -11,6 +11,7 @@ import torch
 import clusterattn as ca
 from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops.bucketed import lists
 from clusterattn.ops.draw import kernels as draw_kernels
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -185,8 +186,43 @@ def test_opcheck() -> None:
         (ops.balanced, (scores, scores, keep, keep, 4, 5, "triton")),
         (ops.chunked, (hashes, keep, 4, "triton")),
         (ops.unit, (q, "triton")),
-        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 2, 0), "triton")),
-        (ops.bucketed, (q, k, v, *seating, keep, 0.25, 0.7, (0, -1, -1, 1, 2, 1), "triton")),
-        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 0, 0), "triton")),
+        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 2, 2, 0), "triton")),
+        (ops.bucketed, (q, k, v, *seating, keep, 0.25, 0.7, (0, -1, -1, 1, 2, 0, 1), "triton")),
+        (ops.bucketed, (q, k, v, *seating, None, 0.25, 0.0, (0, -1, -1, 1, 0, 0, 0), "triton")),
     ):
         torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize(
+    ("spec", "n", "m"),
+    [("reformer:rounds=2,chunk=16", n, n) for n in (7, 40, 65)]
+    + [("smyrf:rounds=3,q_seats=8,k_seats=16", n, m) for n, m in ((7, 7), (40, 40), (65, 65), (65, 7), (9, 65))],
+)
+def test_a_key_sits_no_more_often_than_is_said(spec: str, n: int, m: int, padding: int, backend: str) -> None:
+    """In each part of the buckets of each round once, so that its seats need not be searched for."""
+    q, k, keep = tokens(2, 2, n, 16), tokens(2, 2, m, 16, seed=6), some(2, m, padding)
+    groups = ca.groups(q, k, method=spec, key_mask=keep, backend=backend)
+    assert isinstance(groups, ca.Buckets)
+    rounds, copies = groups.rounds, groups.copies
+    if spec.startswith("smyrf"):
+        assert copies == int(keep is None and (n, m) != (65, 7))  # few keys, or who knows how few: buckets share them
+    if copies:
+        seats = groups.keys.view(2, 2, rounds, -1, copies, groups.keys.shape[3] // copies)
+        for part in seats.movedim(4, 3).flatten(4).flatten(0, 3).tolist():
+            real = [key for key in part if key >= 0]
+            assert len(real) == len(set(real))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_what_stands_at_known_seats_is_added_up_as_from_lists(dtype: torch.dtype) -> None:
+    n, d, chunk, rounds = 45, 24, 8, 3
+    hashes = torch.randint(5, (2, 4, rounds, n), generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.int32)
+    _, keys = FAST.chunked(hashes, some(2, n, 6), chunk=chunk)
+    part = tokens(8, keys.shape[2] * keys.shape[3], d, dtype=dtype)
+    found = [torch.empty(2, 2, n, d, dtype=dtype, device=DEVICE) for _ in range(2)]  # two heads to a head of keys
+    lists.sum_lists(lists.seat_lists(keys, n), part, found[0], 4)
+    lists.sum_lists(lists.seat_places(keys, n, rounds, 2), part, found[1], 4)
+    assert torch.allclose(*found, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert not found[1][0, :, 15:21].any()  # nobody's

@@ -121,7 +121,7 @@ def bucketed(
     name = _backends.serving("bucketed", backend, q, k, v, buckets.queries, keys)
     # the kernel that joins rounds does the rest as well
     joined = name != _backends.REFERENCE and buckets.rounds > (0 if or_self else 1)
-    numbers = (mask.offset, left, right, int(others), buckets.rounds, int(or_self and joined))
+    numbers = (mask.offset, left, right, int(others), buckets.rounds, buckets.copies, int(or_self and joined))
     out, lse, _ = _bucketed(
         q, k, v, bias, buckets.queries, keys, low, high, rank, mask.keys if or_self and joined else None,
         scale, less if joined else 0.0, numbers, name,

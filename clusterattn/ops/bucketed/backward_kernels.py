@@ -15,7 +15,7 @@ from torch import Tensor
 from .._jit import in_turn, jit, power, rows, tl
 from .._launch import cdiv, launch
 from .kernels import BY_POSITION, BY_SEAT, LOG2E, ONCE, _gathered, _home, _logits, arguments, plain, written
-from .lists import Alone, seat_lists, sum_lists
+from .lists import Alone, seat_lists, seat_places, sum_lists
 
 if TYPE_CHECKING:
     from .reference import Seating
@@ -333,7 +333,8 @@ def _few_heads(
         dq, part, seated, k, d_lse if d_lse is not None else lse, alone if or_self else seated, of_lse, seating
     )
     del part
-    lists = seat_lists(seating.keys, m)
+    known = rounds > 0 and seating.copies > 0  # in how many parts a key may have a seat
+    lists = seat_places(seating.keys, m, rounds, seating.copies) if known else seat_lists(seating.keys, m)
     of_k = of_v = None
     if or_self:
         of_k = None if d_lse is None else Alone(alone, q, d_lse, seating.offset, seating.scale)

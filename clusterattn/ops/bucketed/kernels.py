@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
-from .lists import gather_sum, join_lists, seat_lists
+from .lists import gather_sum, join_lists, nothing, seat_lists
 
 if TYPE_CHECKING:
     from .reference import Seating
@@ -190,14 +190,6 @@ def join_kernel(
     tl.store(LSE + to, lse, mask=here)
 
 
-@jit
-def fill_kernel(X, total, BLOCK: tl.constexpr):
-    """-inf everywhere."""
-    in_turn()
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(X + at, tl.full((BLOCK,), float("-inf"), tl.float32), mask=at < total)
-
-
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, seating: Seating
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
@@ -250,7 +242,7 @@ def forward(
         seats = lead * (g * s if where == BY_SEAT else rounds * n)
         part = torch.empty(seats, e, dtype=v.dtype, device=q.device)
         part_lse = torch.empty(seats, dtype=torch.float32, device=q.device)
-        launch(fill_kernel, (cdiv(seats, 4096),), (part_lse,), (seats,), BLOCK=4096, num_warps=4)
+        nothing(part_lse)
     numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
     launch(
         bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers, WHERE=where, **tiles

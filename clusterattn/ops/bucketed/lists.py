@@ -16,6 +16,11 @@ class Lists(NamedTuple):
     start: Tensor  # (lead * (length + 1)): where each token's seats begin; the last of each sequence: the empty ones
 
 
+class Places(NamedTuple):
+    order: Tensor  # (lead length each): the flat seats of each token, -1 where it has none
+    each: int
+
+
 class Alone(NamedTuple):
     """The tokens that looked at themselves for want of others: their share of a key's gradient."""
 
@@ -69,12 +74,54 @@ def seat_lists(table: Tensor, length: int) -> Lists:
 
 
 @jit
+def fill_kernel(X, total, BLOCK: tl.constexpr):
+    """Nothing everywhere: -inf, or position -1."""
+    in_turn()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if X.dtype.element_ty.is_int():
+        value = tl.full((BLOCK,), -1, X.dtype.element_ty)
+    else:
+        value = tl.full((BLOCK,), float("-inf"), X.dtype.element_ty)
+    tl.store(X + at, value, mask=at < total)
+
+
+def nothing(x: Tensor) -> None:
+    launch(fill_kernel, (cdiv(x.numel(), 4096),), (x,), (x.numel(),), BLOCK=4096, num_warps=4)
+
+
+@jit
+def places_kernel(TABLE, PLACES, total, length, buckets, width, rounds, copies, BN: tl.constexpr):
+    """PLACES (lead length rounds copies): the flat seat of each token in each part of the buckets of each round."""
+    in_turn()
+    at = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    token = tl.load(TABLE + at, mask=at < total, other=-1).to(tl.int64)
+    bucket, lead = at // width % buckets, at // width // buckets
+    part = bucket // (buckets // rounds) * copies + at % width * copies // width
+    place = (lead * length + token) * (rounds * copies) + part
+    tl.store(PLACES + place, at.to(PLACES.dtype.element_ty), mask=token >= 0)
+
+
+def seat_places(table: Tensor, length: int, rounds: int, copies: int) -> Places:
+    """As ``seat_lists``, where a token has no more than one seat in each of so many parts: without a sort."""
+    (b, h, buckets, width), total = table.shape, table.numel()
+    dtype = torch.int32 if total < 2**31 else torch.int64
+    places = torch.empty(b * h * length * rounds * copies, dtype=dtype, device=table.device)
+    nothing(places)
+    launch(
+        places_kernel, (cdiv(total, 1024),), (table.contiguous(), places),
+        (total, length, buckets, width, rounds, copies), BN=1024, num_warps=4,
+    )  # fmt: skip
+    return Places(places, rounds * copies)
+
+
+@jit
 def gather_sum_kernel(
-    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, length, total, d, n, offset, heads, group, scale,
+    ORDER, START, PART, OUT, FLAGS, X, WEIGHT, length, total, each, d, n, offset, heads, group, scale,
     sob, soh, sxb, sxh, sxn,
-    ALONE: tl.constexpr, WEIGHED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    LISTED: tl.constexpr, ALONE: tl.constexpr, WEIGHED: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group."""
+    """OUT[i] = the sum of PART[ORDER[j]] for j in START[i]..START[i+1], in that order, head by head of a group; or, not
+    LISTED, for j in i each .. (i+1) each where that is a seat."""
     in_turn()
     kv_heads = heads // group
     place = tl.program_id(1).to(tl.int64)
@@ -85,12 +132,18 @@ def gather_sum_kernel(
     for one in range(group):
         head = kv_head * group + one
         lead = batch * heads + head
-        first = tl.load(START + lead * (length + 1) + at, mask=here, other=0)
-        last = tl.load(START + lead * (length + 1) + at + 1, mask=here, other=0)
-        for step in range(tl.max((last - first).to(tl.int32), axis=0)):
+        if LISTED:
+            first = tl.load(START + lead * (length + 1) + at, mask=here, other=0)
+            last = tl.load(START + lead * (length + 1) + at + 1, mask=here, other=0)
+            most = tl.max((last - first).to(tl.int32), axis=0)
+        else:
+            first = (lead * length + at) * each
+            last, most = tl.where(here, first + each, first), each
+        for step in range(most):
             turn = first + step
-            mask = (turn < last)[:, None] & (dims < d)[None, :]
             seat = tl.load(ORDER + tl.minimum(turn, total - 1))  # in bounds; a masked load trips Triton 3.6
+            seat = seat.to(tl.int64)
+            mask = ((turn < last) & (seat >= 0))[:, None] & (dims < d)[None, :]
             out += tl.load(PART + seat[:, None] * d + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         if ALONE:
             query = at - offset
@@ -138,7 +191,7 @@ def join_lists_kernel(ORDER, START, PART, PART_LSE, OUT, LSE, n, total, e, BR: t
     tl.store(LSE + to, tl.where(weight > 0, tl.log(safe) + highest, float("-inf")), mask=here)
 
 
-def sum_lists(lists: Lists, part: Tensor, out: Tensor, heads: int, alone: Alone | None = None) -> Tensor:
+def sum_lists(lists: Lists | Places, part: Tensor, out: Tensor, heads: int, alone: Alone | None = None) -> Tensor:
     """Add up what stands at each token's seats: part (b*heads g*s d) -> out (b hk length d), whose rows are dense."""
     b, hk, length, d = out.shape
     flags, x, weight, n, offset, scale = part, part, part, 0, 0, 0.0
@@ -147,11 +200,12 @@ def sum_lists(lists: Lists, part: Tensor, out: Tensor, heads: int, alone: Alone 
         flags, x, offset, scale = alone.flags, alone.x, alone.offset, alone.scale
         weight = alone.weight if alone.weight is not None else part
         n, strides = x.shape[2], x.stride()[:3]
+    start, each = (lists.start, 0) if isinstance(lists, Lists) else (lists.order, lists.each)
     launch(
-        gather_sum_kernel, (cdiv(length, 32), b * hk), (lists.order, lists.start, part, out, flags, x, weight),
-        (length, lists.order.numel(), d, n, offset, heads, heads // hk, scale, *out.stride()[:2], *strides),
-        ALONE=alone is not None, WEIGHED=alone is not None and alone.weight is not None,
-        BR=32, BD=power(d), num_warps=4,
+        gather_sum_kernel, (cdiv(length, 32), b * hk), (lists.order, start, part, out, flags, x, weight),
+        (length, lists.order.numel(), each, d, n, offset, heads, heads // hk, scale, *out.stride()[:2], *strides),
+        LISTED=isinstance(lists, Lists), ALONE=alone is not None,
+        WEIGHED=alone is not None and alone.weight is not None, BR=32, BD=power(d), num_warps=4,
     )  # fmt: skip
     return out
 

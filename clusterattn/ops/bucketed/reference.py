@@ -34,6 +34,7 @@ class Seating:
     right: int  # how far after itself; 0 is causal, -1 any distance
     others: bool  # a query does not see itself
     rounds: int  # see Buckets
+    copies: int
     or_self: bool  # a query that met nobody attends to itself: for kernels alone, the reference does so afterwards
     less: float  # taken off the log-weights: likewise
 
@@ -42,11 +43,12 @@ class Seating:
         cls, bias: Tensor | None, queries: Tensor, keys: Tensor, low: Tensor | None, high: Tensor | None,
         rank: Tensor | None, scale: float, less: float, numbers: Sequence[int],
     ) -> Seating:  # fmt: skip
-        """From an op's arguments; numbers: offset, left, right, others, rounds, or_self."""
-        offset, left, right, others, rounds, or_self = numbers
+        """From an op's arguments; numbers: offset, left, right, others, rounds, copies, or_self."""
+        offset, left, right, others, rounds, copies, or_self = numbers
         return cls(
-            queries, keys, bias, low, high, rank, scale, offset, left, right, bool(others), rounds, bool(or_self), less
-        )
+            queries, keys, bias, low, high, rank, scale, offset, left, right, bool(others), rounds, copies,
+            bool(or_self), less,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from .slope_backward import Pulls, Rows, strip
 @jit
 def prepare_kernel(
     D_OUT, D_MEAN, D_LSE, D_NEAR, OUT, MEAN, LSE, NEAR_LSE, DY, DM, DELTA, BASE2, NEAR2, DN, total, d, e,
-    TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_NEAR: tl.constexpr, ODDS: tl.constexpr,
-    BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    TANGENT: tl.constexpr, HAS_NEAR: tl.constexpr, HAS_D_LSE: tl.constexpr, HAS_D_NEAR: tl.constexpr,
+    ODDS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """What backward wants of each row: gradients in the keys' dtype; delta; logs in base 2, 0 where nothing was seen.
     ODDS: the gradient of the far lse is that of far against near."""
@@ -32,7 +32,9 @@ def prepare_kernel(
     dims, values, here = tl.arange(0, BD), tl.arange(0, BE), row < total
     inside, across = here[:, None] & (values < e)[None, :], here[:, None] & (dims < d)[None, :]
     dy = tl.load(D_OUT + row[:, None] * e + values[None, :], mask=inside, other=0.0)
-    dl = tl.load(D_LSE + row, mask=here, other=0.0)
+    dl = tl.zeros((BR,), tl.float32)
+    if HAS_D_LSE:
+        dl = tl.load(D_LSE + row, mask=here, other=0.0)
     delta = tl.sum(dy * tl.load(OUT + row[:, None] * e + values[None, :], mask=inside, other=0.0), 1) - dl
     if TANGENT:
         dm = tl.load(D_MEAN + row[:, None] * d + dims[None, :], mask=across, other=0.0)
@@ -353,7 +355,7 @@ class Given:
 
     out: Tensor
     mean_key: Tensor
-    lse: Tensor
+    lse: Tensor | None
     near_lse: Tensor | None  # (b*h c)
 
 
@@ -369,11 +371,11 @@ def prepared(given: Given, keys: Arranged, found: Far, reach: Reach, *, odds: bo
     delta, base2, near2, dn = stacked(4, count, k.device)
     launch(
         prepare_kernel, (cdiv(count, 8),),
-        (given.out.contiguous(), given.mean_key.contiguous(), given.lse.contiguous(),
+        (given.out.contiguous(), given.mean_key.contiguous(), dn if given.lse is None else given.lse.contiguous(),
         dn if given.near_lse is None else given.near_lse.contiguous(), found.out, found.mean_key, found.lse,
         found.near_lse, dy, dm, delta, base2, near2, dn), (count, d, e),
-        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_NEAR=given.near_lse is not None, ODDS=odds, BR=8, BD=power(d),
-        BE=power(e), num_warps=4,
+        TANGENT=reach.tangent, HAS_NEAR=has_near, HAS_D_LSE=given.lse is not None,
+        HAS_D_NEAR=given.near_lse is not None, ODDS=odds, BR=8, BD=power(d), BE=power(e), num_warps=4,
     )  # fmt: skip
     return Rows(dy, dm, delta, base2, near2, dn, delta)
 

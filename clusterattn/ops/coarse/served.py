@@ -36,15 +36,15 @@ def backward(
         return x.reshape(b * h, 1, rows, *x.shape[4:])
 
     def asked(gradient: Tensor | None, x: Tensor) -> Tensor:
-        return far(torch.zeros_like(x) if gradient is None else gradient)
+        return far(gradient if gradient is not None else torch.zeros_like(x) if x.numel() else x)
 
     there = Far(
         far(found.out), far(found.mean_key), far(found.lse), found.near_lse.view(b * h, rows),
         found.near_at.view(b * h, rows, found.near_at.shape[-1]), bits, found.slope,
     )  # fmt: skip
     wanted = backward_kernels.Given(
-        asked(given.out, found.out), asked(given.mean_key, found.mean_key), asked(given.lse, found.lse),
-        given.near_lse,
+        asked(given.out, found.out), asked(given.mean_key, found.mean_key),
+        None if given.lse is None else far(given.lse), given.near_lse,
     )  # fmt: skip
     keys = in_order(k, v, key_mask)
     return backward_kernels.backward(backward_kernels.prepared(wanted, keys, there, reach), c, keys, there, reach)
