@@ -7,6 +7,7 @@ the sums of the clusters are added up over the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -179,4 +180,4 @@ def _centred(centroids: Tensor, alive: Tensor, like: Centres, where: _grouping.S
     seen = centroids if where.form is None else centroids @ where.form.to(centroids.dtype)
     offset = torch.zeros_like(centroids[..., 0]) if where.signs else (centroids * seen).sum(-1) * -0.5
     offset = offset.masked_fill(~alive, float("-inf"))
-    return Centres(seen.to(like.right.dtype), offset.to(like.offset.dtype), like.origin)
+    return replace(like, right=seen.to(like.right.dtype), offset=offset.to(like.offset.dtype))

@@ -149,12 +149,18 @@ def test_nobody_is_nearer_than_the_nearest(n: int, d: int, c: int, dtype: torch.
     assert (short <= (1e-5 if dtype == torch.float32 else 2e-3) * scores[scores.isfinite()].abs().max()).all()
 
 
-def test_ties_of_codes_go_to_the_lowest() -> None:
-    x = torch.where(points(1, 1, 200, 16, torch.float16) > 5, 1.0, -1.0).half()
-    right = x[0, :, torch.arange(90) % 45]
-    labels = kernels.nearest(x, right, torch.zeros(1, 90, device=DEVICE), None)
-    assert torch.equal(labels, reference.nearest(x, right, torch.zeros(1, 90, device=DEVICE), None))
-    assert labels.max() < 45
+@pytest.mark.parametrize("signs", [False, True])
+@pytest.mark.parametrize(("d", "c"), [(16, 90), (64, 100), (100, 200), (200, 40), (16, 300)])
+def test_ties_of_codes_go_to_the_lowest(d: int, c: int, signs: bool) -> None:
+    x = torch.where(points(1, 1, 200, d, torch.float16) > 5, 1.0, -1.0).half()
+    x[..., -1] = 0  # codes are padded
+    right = x[0, :, torch.arange(c) % (c // 2)]
+    offset = torch.zeros(1, c, device=DEVICE)
+    offset[:, ::7] = float("-inf")
+    labels = kernels.nearest(x, right, offset, None, signs)
+    assert torch.equal(labels, reference.nearest(x, right, offset, None))
+    assert (offset[0, labels[0]] == 0).all()
+    assert not kernels.nearest(x, right, torch.full_like(offset, float("-inf")), None, signs).any()
 
 
 def test_growth_ends_where_it_should() -> None:

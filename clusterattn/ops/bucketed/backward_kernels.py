@@ -248,7 +248,7 @@ def backward(
     seating, out, lse, alone = plain(seating), out.contiguous(), lse.contiguous(), alone.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     # Whole sequences, or heads of one: what lies densely still does.
-    rows_each, size = max(1, b // pieces), cdiv(hk, cdiv(pieces, b))
+    rows_each, size = max(1, b // pieces), max(1, hk // cdiv(pieces, b))
     for row, head in itertools.product(range(0, b, rows_each), range(0, hk, size)):
         batch = slice(row, row + rows_each)
         theirs = batch, slice(head, head + size)

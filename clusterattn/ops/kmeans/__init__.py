@@ -27,6 +27,7 @@ class Centres:
     right: Tensor  # (... c w)
     offset: Tensor  # (... c), -inf for a cluster that never was
     origin: Tensor | None  # (... 1 w)
+    signs: bool = False  # of points that are codes: products are whole numbers
 
 
 @op("kmeans")
@@ -54,13 +55,15 @@ def _(
 
 
 @op("nearest")
-def _nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], backend: str) -> Tensor:
-    found: Tensor = _backends.function("nearest", backend)(points, right, offset, origin)
+def _nearest(
+    points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], signs: bool, backend: str
+) -> Tensor:
+    found: Tensor = _backends.function("nearest", backend)(points, right, offset, origin, signs)
     return found
 
 
 @_nearest.fake
-def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], backend: str) -> Tensor:
+def _(points: Tensor, right: Tensor, offset: Tensor, origin: Optional[Tensor], signs: bool, backend: str) -> Tensor:
     return points.new_empty((right.shape[0], points.shape[2]), dtype=torch.int64)
 
 
@@ -247,7 +250,7 @@ def kmeans(
         updates, signs, serving("kmeans", backend, points),
     )  # fmt: skip
     c, w = right.shape[1:]
-    return Centres(right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w))
+    return Centres(right.view(*lead, c, w), offset.view(*lead, c), None if signs else origin.view(*lead, 1, w), signs)
 
 
 def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> Tensor:
@@ -255,7 +258,7 @@ def nearest(points: Tensor, centres: Centres, *, backend: str = "reference") -> 
     lead = points.shape[:-2]
     flat: Tensor = _nearest(
         _four(points), _flat(centres.right, lead, 2), _flat(centres.offset, lead, 1), _flat(centres.origin, lead, 2),
-        serving("nearest", backend, points),
+        centres.signs, serving("nearest", backend, points),
     )  # fmt: skip
     return flat.view(*lead, points.shape[-2])
 

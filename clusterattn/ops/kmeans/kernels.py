@@ -253,7 +253,7 @@ def _train(
     if train_at is not None:
         points, valid = rows_at(points, train_at), (train_at >= 0).flatten(0, 1)
     for _ in range(updates):
-        labels = nearest(points, w, offset, None if signs else origin)
+        labels = nearest(points, w, offset, None if signs else origin, signs)
         if valid is not None:
             labels = torch.where(valid, labels, -1)
         sums = member_kernels.sums(points, *member_kernels.by_label(labels, w.shape[1]))

@@ -3,6 +3,7 @@
 Products are a third of the work; the rest is to find the column. In half precision a score gives its last bits to the
 number of its column, so that a maximum is all that is left to take: two instructions for a score where a search that
 carries an index along takes seven. Scores that differ in those bits alone are equally good: inputs are rounded coarser.
+Those of codes are whole numbers: the product makes them so large that the column goes below, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def highest_of(scores, BN: tl.constexpr, BC: tl.constexpr):
 
 
 @jit
+def highest_of_codes(scores, BC: tl.constexpr):
+    """The highest of each row of whole numbers, times BC and less its column, and this column; of equals the lowest."""
+    highest = tl.max(scores, axis=1)
+    whole = tl.where(highest > float("-inf"), highest, 0.0).to(tl.int32)
+    return highest, (-whole) & (BC - 1)
+
+
+@jit
 def nearest_kernel(
     X, ORIGIN, W, OFFSET, LABELS, n, d, c, heads, sxb, sxh, sxn,
     HAS_ORIGIN: tl.constexpr, NUMBERED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
@@ -88,17 +97,20 @@ def nearest_kernel(
 @jit
 def nearest_whole_kernel(
     X, ORIGIN, W, OFFSET, LABELS, n, d, c, heads, stretch, sxb, sxh, sxn,
-    BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    SIGNS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Up to BC centroids, which stay in shared memory while a stretch of rows passes."""
+    """Up to BC centroids, which stay in shared memory while a stretch of rows passes. SIGNS: rows are codes."""
     in_turn()
     lead = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BD)
     wide, which = dims < d, tl.minimum(tl.arange(0, BC), c - 1)  # the last one again, where there are fewer
     base = X + (lead // heads) * sxb + (lead % heads) * sxh
-    origin = tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)[None, :]
     w = tl.load(W + (lead * c + which[:, None]) * d + dims[None, :], mask=wide[None, :], other=0.0)
     offset = tl.load(OFFSET + lead * c + which)
+    if SIGNS:
+        w, offset = (w.to(tl.float32) * BC).to(w.dtype), offset - which
+    else:
+        origin = tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)[None, :]
     low = tl.program_id(0) * stretch
     for start in tl.range(low, min(n, low + stretch), BN, num_stages=2):
         at = start + tl.arange(0, BN)
@@ -106,21 +118,25 @@ def nearest_whole_kernel(
         x = tl.load(
             base + at.to(tl.int64)[:, None] * sxn + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0
         )
-        x = (x.to(tl.float32) - origin).to(x.dtype)
-        if BC > 64:  # read again for each tile: kept, they would take the registers of another program
-            offset = tl.load(OFFSET + lead * c + which)
-        highest, label = highest_of(tl.dot(x, tl.trans(w)) + offset[None, :], BN, BC)
+        if SIGNS:
+            highest, label = highest_of_codes(tl.dot(x, tl.trans(w)) + offset[None, :], BC)
+        else:
+            x = (x.to(tl.float32) - origin).to(x.dtype)
+            if BC > 64:  # read again for each tile: kept, they would take the registers of another program
+                offset = tl.load(OFFSET + lead * c + which)
+            highest, label = highest_of(tl.dot(x, tl.trans(w)) + offset[None, :], BN, BC)
         label = tl.where(highest > float("-inf"), tl.minimum(label, c - 1), 0)
         tl.store(LABELS + lead * n + at, label.to(tl.int64), mask=real)
 
 
 def numbered(points: Tensor, origin: Tensor | None) -> bool:
-    """May scores give up their last bits? Not those of codes, which have no origin and many ties, nor exact ones."""
+    """May scores give up their last bits? Not those of directions, which have no origin, nor exact ones."""
     return points.element_size() == 2 and origin is not None
 
 
-def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
-    """points (b h n d), right (lead c d), offset (lead c), origin (lead 1 d) -> labels (lead n)."""
+def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None, signs: bool = False) -> Tensor:
+    """points (b h n d), right (lead c d), offset (lead c), origin (lead 1 d) -> labels (lead n). signs: points are
+    codes."""
     points, right = rows(points), right.to(points.dtype).contiguous()
     origin, offset = None if origin is None else origin.float().contiguous(), offset.float().contiguous()
     (b, h, n, d), c = points.shape, right.shape[1]
@@ -129,13 +145,13 @@ def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None
     if found.numel() == 0 or c == 0:
         return found
     tensors = points, origin if origin is not None else right, right, offset, found
-    if numbered(points, origin) and c <= WHOLE and power(d) <= 128:
+    if (numbered(points, origin) or (signs and points.element_size() == 2)) and c <= WHOLE and power(d) <= 128:
         full = power(c) == WHOLE
         each = 2 if power(d) > 64 or (full and d < power(d)) else 3 if full else 4  # masks of rows take registers
         programs, stretch = spread(n, b * h, points, each)
         launch(
             nearest_whole_kernel, (programs, b * h), tensors, (n, d, c, h, stretch, *points.stride()[:3]),
-            BN=TILE, BD=power(d), BC=power(c), num_warps=4, **crowded(points, each),
+            SIGNS=signs, BN=TILE, BD=power(d), BC=power(c), num_warps=4, **crowded(points, each),
         )  # fmt: skip
         return found
     tiles = _tiles(points, c)

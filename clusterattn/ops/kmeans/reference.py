@@ -28,8 +28,8 @@ def _scorer(centroids: Tensor, alive: Tensor, form: Tensor | None, signs: bool) 
     return seen, offset.masked_fill_(~alive, NEVER)
 
 
-def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None) -> Tensor:
-    """The best centroid of every point (lead n); ties go to the lowest index."""
+def nearest(points: Tensor, right: Tensor, offset: Tensor, origin: Tensor | None, signs: bool = False) -> Tensor:
+    """The best centroid of every point (lead n); ties go to the lowest index, with ``signs`` (of codes) or without."""
     points, right = points.flatten(0, 1), right.to(wide(points).dtype)
     return nearest_of([(lambda heads, piece: centred(points, origin, heads, piece).mT, right)], offset, points)
 
