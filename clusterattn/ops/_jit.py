@@ -28,12 +28,13 @@ HEAD_DIMS = 256  # the largest key or value dimension a kernel holds in one tile
 
 
 # Lengths, seeds, what is counted, and strides of masks and lists: a kernel compiled for one value of them serves all.
-# (Strides of queries, keys and values are not among them: rows are read many bytes at a time where they allow it.)
+# Not among them are strides of queries, keys and values, and the widths of lists that are read many at a time (rows,
+# top, few, per, r, width): where 16 divides them, a thread reads or writes up to eight numbers at once.
 LOOSE = (
     "n", "m", "total", "length", "taken", "low", "high", "stretch", "stretches", "row_stretch", "turns", "grown",
-    "words", "tiles", "splits", "of_keys", "programs", "share", "g", "c", "rows", "near_rows", "parts", "begin", "end",
-    "top", "few", "per", "picks", "p", "r", "heads", "width", "q_width", "k_width", "directions", "many", "step",
-    "steps", "buckets", "copies", "each", "seb", "seh", "sab", "sah", "spb",
+    "words", "tiles", "splits", "of_keys", "programs", "share", "g", "c", "near_rows", "parts", "begin", "end", "picks",
+    "p", "heads", "q_width", "k_width", "directions", "many", "step", "steps", "buckets", "copies", "each",
+    "seb", "seh", "sab", "sah", "spb",
 )  # fmt: skip
 
 
