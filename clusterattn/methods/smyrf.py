@@ -54,7 +54,7 @@ class Smyrf(Method):
             lifted = self.transform == "asymmetric"
             score_q, score_k = ops.scores(q, k, drawn, valid_q, valid_k, lifted=lifted)
         queries, keys = ops.balanced(score_q, score_k, valid_q, valid_k, q_seats=self.q_seats, k_seats=self.k_seats)
-        enough = valid_k is None and k.shape[2] * self.rounds >= keys.shape[2]  # else buckets may share a key
+        enough = valid_k is None and k.shape[2] * self.q_seats >= q.shape[2]  # else buckets may share a key
         return Buckets(queries, keys, self.rounds, copies=int(enough)), None
 
     def _hashes(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -313,8 +313,8 @@ def _few_heads(
     dk, dv = new(lead, g * z, d, dtype=k.dtype), new(lead, g * z, e, dtype=v.dtype)
     d_bias = new(lead, g * z if seating.bias is not None else 0, dtype=torch.float32)
     numbers = (*sizes, seating.scale * LOG2E, seating.scale, seating.offset, seating.left, seating.right, *strides)
-    room = tiles["PRECISION"] == "tf32" or tiles["BD"] + tiles["BE"] <= 256  # a product of three takes twice as much
-    if s <= tiles["BS"] and room:
+    fits = tiles["PRECISION"] == "tf32" or tiles["BD"] + tiles["BE"] <= 256  # a product of three takes twice as much
+    if s <= tiles["BS"] and fits:
         launch(
             bucketed_bwd_kernel, (g, lead), (*tensors, dy, base2, delta, part, seated, dk, dv, d_bias), numbers,
             WHERE=where, **tiles,

@@ -16,7 +16,7 @@ class Lists(NamedTuple):
     start: Tensor  # (lead * (length + 1)): where each token's seats begin; the last of each sequence: the empty ones
 
 
-class Places(NamedTuple):
+class KnownSeats(NamedTuple):
     order: Tensor  # (lead length each): the flat seats of each token, -1 where it has none
     each: int
 
@@ -101,7 +101,7 @@ def places_kernel(TABLE, PLACES, total, length, buckets, width, rounds, copies, 
     tl.store(PLACES + place, at.to(PLACES.dtype.element_ty), mask=token >= 0)
 
 
-def seat_places(table: Tensor, length: int, rounds: int, copies: int) -> Places:
+def seat_places(table: Tensor, length: int, rounds: int, copies: int) -> KnownSeats:
     """As ``seat_lists``, where a token has no more than one seat in each of so many parts: without a sort."""
     (b, h, buckets, width), total = table.shape, table.numel()
     dtype = torch.int32 if total < 2**31 else torch.int64
@@ -111,7 +111,7 @@ def seat_places(table: Tensor, length: int, rounds: int, copies: int) -> Places:
         places_kernel, (cdiv(total, 1024),), (table.contiguous(), places),
         (total, length, buckets, width, rounds, copies), BN=1024, num_warps=4,
     )  # fmt: skip
-    return Places(places, rounds * copies)
+    return KnownSeats(places, rounds * copies)
 
 
 @jit
@@ -191,7 +191,7 @@ def join_lists_kernel(ORDER, START, PART, PART_LSE, OUT, LSE, n, total, e, BR: t
     tl.store(LSE + to, tl.where(weight > 0, tl.log(safe) + highest, float("-inf")), mask=here)
 
 
-def sum_lists(lists: Lists | Places, part: Tensor, out: Tensor, heads: int, alone: Alone | None = None) -> Tensor:
+def sum_lists(lists: Lists | KnownSeats, part: Tensor, out: Tensor, heads: int, alone: Alone | None = None) -> Tensor:
     """Add up what stands at each token's seats: part (b*heads g*s d) -> out (b hk length d), whose rows are dense."""
     b, hk, length, d = out.shape
     flags, x, weight, n, offset, scale = part, part, part, 0, 0, 0.0
