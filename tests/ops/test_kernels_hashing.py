@@ -13,6 +13,7 @@ from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON
 from clusterattn.ops.bucketed import lists
 from clusterattn.ops.draw import kernels as draw_kernels
+from clusterattn.ops.hashing import kernels as hashing_kernels
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -94,8 +95,12 @@ def test_balanced_seats_are_those_of_the_reference(q_seats: int, k_seats: int, p
 
 
 @pytest.mark.parametrize("chunk", [4, 7, 64, 100])
+@pytest.mark.parametrize("counted", [0, 512])
 @pytest.mark.parametrize("padding", [0, 11, 45])
-def test_chunked_seats_are_those_of_the_reference(chunk: int, padding: int) -> None:
+def test_chunked_seats_are_those_of_the_reference(
+    chunk: int, padding: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing_kernels, "COUNTED", counted)
     n = 50
     most = -(-n // chunk) + 1
     hashes = torch.randint(most, (2, 2, 3, n), generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -108,14 +113,12 @@ def test_chunked_seats_are_those_of_the_reference(chunk: int, padding: int) -> N
 
 def test_sort_keys_of_many_segments() -> None:
     """With so many segments that 32 bits cannot hold a score besides, the keys are 64 bits wide."""
-    from clusterattn.ops.hashing import kernels
-
-    least, kernels.LEAST_BITS = kernels.LEAST_BITS, 32
+    least, hashing_kernels.LEAST_BITS = hashing_kernels.LEAST_BITS, 32
     try:
         scores = tokens(2, 2, 3, 40)
         fast = FAST.balanced(scores, scores, None, None, q_seats=8, k_seats=8)
     finally:
-        kernels.LEAST_BITS = least
+        hashing_kernels.LEAST_BITS = least
     assert torch.equal(fast[0], PLAIN.balanced(scores, scores, None, None, q_seats=8, k_seats=8)[0])
 
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch, workspace
+from ..members.kernels import by_label
 
 LEAST_BITS = 18
 WIDEST = 8192  # numbers in a tile of rows
+COUNTED = 512  # chunks up to which their hashes are sorted by counting, with those of a stretch of tokens in registers
 PROGRAMS = 256  # that share a head at most
 
 
@@ -179,7 +181,7 @@ def pack_kernel(
 @jit
 def _seat(
     INDEX, REAL, OTHER_REAL, TABLE, row, first, n, m, g, size, other_size, width, rows_each, shared,
-    HAS_REAL: tl.constexpr, HAS_OTHER: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_REAL: tl.constexpr, HAS_OTHER: tl.constexpr, BALANCED: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, batch = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), row // rows_each
     bucket, seat = (at // width).to(tl.int64), at % width
@@ -202,18 +204,20 @@ def _seat(
         stop = tl.minimum((whose + 1) * size, real)
     taken = here & (rank < stop) & (at < g * width)
     base = first + row * n
-    token = tl.load(INDEX + base + tl.where(taken, rank, 0)) - base
+    token = tl.load(INDEX + base + tl.where(taken, rank, 0)).to(tl.int64)
+    if FLAT:
+        token -= base
     tl.store(TABLE + row * g * width + at, tl.where(taken, token, -1), mask=at < g * width)
 
 
 @jit
 def seat_kernel(
     INDEX, REAL_Q, REAL_K, QUERIES, KEYS, n, m, g, q_size, k_size, q_width, k_width, rows_each,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, BALANCED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, BALANCED: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The tables (row g width) of the tokens in the order INDEX (row n). BALANCED: as many buckets as the side that
-    needs more, filled evenly, the rows of keys (row m) after those of queries; otherwise both are the same rows in
-    chunks of ``size``, each with those before it as far as ``width`` reaches."""
+    """The tables (row g width) of the tokens in the order INDEX (row n), which FLAT counts over all rows. BALANCED: as
+    many buckets as the side that needs more, filled evenly, the rows of keys (row m) after those of queries; otherwise
+    both are the same rows in chunks of ``size``, each with those before it as far as ``width`` reaches."""
     in_turn()
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     first = rows * n
@@ -222,12 +226,12 @@ def seat_kernel(
     if tl.program_id(2) == 0:
         _seat(
             INDEX, REAL_Q, REAL_K, QUERIES, row, rows * 0, n, m, g, q_size, k_size, q_width, rows_each, 0,
-            HAS_Q, HAS_K, BALANCED, BLOCK,
+            HAS_Q, HAS_K, BALANCED, FLAT, BLOCK,
         )  # fmt: skip
     else:
         _seat(
             INDEX, REAL_K, REAL_Q, KEYS, row, first, m, n, g, k_size, q_size, k_width, rows_each, 1,
-            HAS_K, HAS_Q, BALANCED, BLOCK,
+            HAS_K, HAS_Q, BALANCED, FLAT, BLOCK,
         )  # fmt: skip
 
 
@@ -334,7 +338,7 @@ def _counts(valid: Tensor | None) -> Tensor | None:
 
 def _seats(
     order: Tensor, by: Tensor, m: int, real_q: Tensor | None, real_k: Tensor | None, g: int,
-    sizes: tuple[int, int], widths: tuple[int, int], balanced: bool,
+    sizes: tuple[int, int], widths: tuple[int, int], balanced: bool, flat: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, h, r, n = by.shape
     queries, keys = (torch.empty(b, h, r * g, width, dtype=torch.int64, device=by.device) for width in widths)
@@ -342,7 +346,7 @@ def _seats(
         seat_kernel, (b * h * r, cdiv(g * max(widths), 1024), 2),
         (order, order if real_q is None else real_q, order if real_k is None else real_k, queries, keys),
         (n, m, g, *sizes, *widths, h * r),
-        HAS_Q=real_q is not None, HAS_K=real_k is not None, BALANCED=balanced, BLOCK=1024, num_warps=4,
+        HAS_Q=real_q is not None, HAS_K=real_k is not None, BALANCED=balanced, FLAT=flat, BLOCK=1024, num_warps=4,
     )  # fmt: skip
     return queries, keys
 
@@ -360,8 +364,13 @@ def balanced(
 def chunked(hashes: Tensor, valid: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
     n, real = hashes.shape[3], _counts(valid)
     g = max(-(-n // chunk), 1)
-    order = _order([hashes], [valid], g + 2)
-    return _seats(order, hashes, n, real, real, g, (chunk, chunk), (chunk, 2 * chunk), False)
+    counted = g <= COUNTED
+    if counted:
+        labels = hashes if valid is None else torch.where(valid[:, None, None], hashes, -1)
+        order, _ = by_label(labels.flatten(0, 2), g + 2)
+    else:
+        order = _order([hashes], [valid], g + 2)
+    return _seats(order, hashes, n, real, real, g, (chunk, chunk), (chunk, 2 * chunk), False, flat=not counted)
 
 
 def unit(x: Tensor) -> Tensor:
