@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._jit import INTERPRETING, in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
-from .train_kernels import together
+from .train_kernels import side_of_codes, together
 
 TILE = 64  # rows that meet centroids which stay where they are
 WHOLE = 256  # that do: in shared memory, and their scores in registers
@@ -51,7 +51,7 @@ def highest_of(scores, BN: tl.constexpr, BC: tl.constexpr):
 
 @jit
 def highest_of_codes(scores, BC: tl.constexpr):
-    """The highest of each row of whole numbers, times BC and less its column, and this column; of equals the lowest."""
+    """The highest of each row of scores that ``side_of_codes`` has numbered, and its column."""
     highest = tl.max(scores, axis=1)
     whole = tl.where(highest > float("-inf"), highest, 0.0).to(tl.int32)
     return highest, (-whole) & (BC - 1)
@@ -108,7 +108,7 @@ def nearest_whole_kernel(
     w = tl.load(W + (lead * c + which[:, None]) * d + dims[None, :], mask=wide[None, :], other=0.0)
     offset = tl.load(OFFSET + lead * c + which)
     if SIGNS:
-        w, offset = (w.to(tl.float32) * BC).to(w.dtype), offset - which
+        w, offset = side_of_codes(w, offset, which, BC)
     else:
         origin = tl.load(ORIGIN + lead * d + dims, mask=wide, other=0.0)[None, :]
     low = tl.program_id(0) * stretch

@@ -74,6 +74,13 @@ def _best(x, W, OFFSET, lead, c, d, dims, BN: tl.constexpr, BC: tl.constexpr, PR
 
 
 @jit
+def side_of_codes(w, offset, which, BC: tl.constexpr):
+    """Centroids' side of a product with codes, whose scores are whole numbers: times BC and less the index no two are
+    the same, and of equals the lowest is largest."""
+    return (w.to(tl.float32) * BC).to(w.dtype), offset - which
+
+
+@jit
 def _hot(chosen, like):
     """1 where chosen, 0 elsewhere, by a selection: conversions are slow."""
     dtype: tl.constexpr = like.dtype
@@ -91,8 +98,8 @@ def _add_stretch(
     which = tl.arange(0, BC)
     w, offset = _centroids(W, OFFSET, lead, which, dims, c, d)
     total, count = tl.zeros((BC, BD), tl.float32), tl.zeros((BC,), tl.float32)
-    if SIGNS:  # whole numbers: with the index taken off no two are the same, and of equals the lowest is largest
-        w, offset = (w.to(tl.float32) * BC).to(w.dtype), offset - which
+    if SIGNS:
+        w, offset = side_of_codes(w, offset, which, BC)
         counts, ones = tl.zeros((BC, 16), tl.float32), tl.full((BN, 16), 1.0, X.dtype.element_ty)
     for start in range(first_row, stop, BN):
         at = start + tl.arange(0, BN)
