@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import math
 import random
 import statistics
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clusterattn._rows import Row
 
@@ -112,10 +111,8 @@ def invented(kind: type[Labelled], count: int = 60) -> list[Record]:
     return made
 
 
-def trained(task: Labelled, method: str, config: TextConfig, seed: int, context: Context, **options: Any) -> Row:
-    """One model from start to test."""
-    torch.manual_seed(seed)
-    model = task.model(
+def model_of(task: Labelled, method: str, config: TextConfig, **options: Any) -> nn.Module:
+    return task.model(
         pinned(method),
         dim=config.dim,
         heads=config.heads,
@@ -124,6 +121,12 @@ def trained(task: Labelled, method: str, config: TextConfig, seed: int, context:
         words_dropout=config.words_dropout,
         **options,
     )
+
+
+def trained(task: Labelled, method: str, config: TextConfig, seed: int, context: Context, **options: Any) -> Row:
+    """One model from start to test."""
+    torch.manual_seed(seed)
+    model = model_of(task, method, config, **options)
     batch = max(min(config.batch, len(task.splits["train"]) // LEAST_UPDATES), 1)
     per_epoch = math.ceil(len(task.splits["train"]) / batch)
     epochs = config.epochs if config.invented else max(config.epochs, math.ceil(LEAST_STEPS / per_epoch))
@@ -151,8 +154,6 @@ def trained(task: Labelled, method: str, config: TextConfig, seed: int, context:
         torch.cuda.reset_peak_memory_stats(context.device)
     fitted = fit(task, model, settings, folder=folder, device=context.device, tick=context.tick)
     memory = (torch.cuda.max_memory_allocated(context.device) - before) / 2**20 if on_gpu else None
-    until = [each["seconds"] for each in fitted.history]  # the first epoch also warms up caches and kernels
-    later = [end - begin for begin, end in itertools.pairwise(until)]
     own = task_losses(fitted.history, fitted.steps, auxiliary)
     history = [
         {"epoch": each["epoch"], "loss": loss, task.figure: round(each[task.figure], 4)}
@@ -164,7 +165,6 @@ def trained(task: Labelled, method: str, config: TextConfig, seed: int, context:
         "spec": method,
         "steps": fitted.steps,
         "memory_mib": memory,
-        "seconds_per_epoch": statistics.median(later) if later else fitted.seconds_per_epoch,
         "history": history,
         **({"groupings": fitted.history[-1]["groupings"]} if "groupings" in fitted.history[-1] else {}),
     }

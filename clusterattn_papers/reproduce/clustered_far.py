@@ -38,7 +38,7 @@ class ClusteredTable1Far(Trained):
     scales: ClassVar[dict[str, Any]] = {
         "smoke": FarConfig(data=None, seeds=(0,), frames=60, joinings=1, judged=1, layers=1, dim=24, heads=2,
                            feedforward=32, top=4, steps=2, evaluate=1, batch=4, precision="no", seconds=1.0),
-        "small": FarConfig(layers=6, steps=4000, seconds=200.0),
+        "small": FarConfig(layers=6, steps=3000, seeds=(0,), seconds=200.0),
         "paper": FarConfig(layers=9, steps=None, epochs=200, evaluate=None, batch=10, lr=1e-4, decay="plateau",
                            precision="no", patience=20, seconds=300_000.0),
     }  # fmt: skip

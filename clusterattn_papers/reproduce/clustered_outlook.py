@@ -66,7 +66,7 @@ class ClusteredOutlook(Experiment):
             invented=True, methods=_methods(4, 4, 2, 8), length=60, short=30, seeds=(0,), dim=16, heads=2, layers=1,
             vocabulary=60, steps=4, tokens=240, precision="no", seconds=1.0,
         ),
-        "small": LongTextConfig(),
+        "small": LongTextConfig(seeds=(0,)),
         "paper": LongTextConfig(
             length=8192, dim=512, heads=8, layers=8, vocabulary=30_522, steps=100_000, tokens=131_072, lr=5e-4,
             seconds=100_000.0,
@@ -105,6 +105,7 @@ class ClusteredOutlook(Experiment):
             clip=1.0,
             precision=config.precision,
             evaluate=max(config.steps // 8, 1),
+            graphs=True,
             seed=seed,
         )
         fitted = fit(task, model, settings, folder=context.work, device=context.device, tick=context.tick)

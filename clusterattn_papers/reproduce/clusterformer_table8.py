@@ -57,6 +57,7 @@ class PretrainingConfig:
     tuning_epochs: int = 5
     tuning_batch: int = 32
     tuning_lr: float = 2e-4
+    precision: str = "bf16"
     seconds: float = 250.0
 
 
@@ -68,7 +69,7 @@ class Table8(Experiment):
     scales: ClassVar[dict[str, Any]] = {
         "smoke": PretrainingConfig(
             invented=True, pieces=("cola", "stsb"), seeds=(0,), dim=16, heads=2, layers=1, length=25, vocabulary=60,
-            steps=4, batch=8, tuning_epochs=1, tuning_batch=16, seconds=1.0,
+            steps=4, batch=8, tuning_epochs=1, tuning_batch=16, precision="no", seconds=1.0,
         ),
         "small": PretrainingConfig(),
         "paper": PretrainingConfig(
@@ -106,7 +107,9 @@ class Table8(Experiment):
                 warmup=config.steps // 12,
                 decay="linear",
                 clip=1.0,
+                precision=config.precision,
                 evaluate=max(config.steps // 4, 1),
+                graphs=True,
                 seed=seed,
             )
             fitted = fit(task, model, settings, folder=context.work / "text", device=context.device, tick=context.tick)
@@ -136,6 +139,7 @@ class Table8(Experiment):
             warmup=steps // 10,
             decay="linear",
             clip=1.0,
+            precision=config.precision,
             seed=seed,
         )
         fitted = fit(tuning, model, settings, folder=context.work / name, device=context.device, tick=context.tick)
@@ -184,7 +188,8 @@ class Table8(Experiment):
             f"{config.layers} layers of width {config.dim}, {config.heads} heads; published 4, 512, 8. The rows of "
             "plain attention are trained here in the same way, not the published BERT-small.",
             f"Lower-case WordPiece of {config.vocabulary}. An input is two runs of tokens that need not begin with a "
-            "sentence; 30 % of the batches are shorter. All else as BERT: 15 % of the tokens asked for, 80/10/10.",
+            "sentence; 30 % of the batches are shorter. All else as BERT: 15 % of the tokens asked for, 80/10/10. "
+            f"{config.precision.replace('no', 'fp32')}, fine-tuning too.",
             "The number of clusters in pretraining is not told; k = 3, as the paper has it for sentences.",
             f"Fine-tuned for {config.tuning_epochs} epochs with one learning rate, {config.tuning_lr}; published: the "
             "best of four on the dev set. MNLI, QQP and QNLI are not run.",
