@@ -19,6 +19,7 @@ ABOUT = {
     "speaker": "one speaker's utterances",
     "carrier": "everything twice, with silent stretches in the second half",
 }
+ONE_RUN = "One run each: which of two is ahead is told by the sign of their difference, and may be chance."
 MODELS = ("full", "clustered-100", "improved-100", "refined-100")
 
 
@@ -77,12 +78,13 @@ class ClusteredTable1Far(Trained):
         return found
 
     def differences(self, config: FarConfig) -> list[str]:
-        first, *others = common_differences(config)
+        first, *others = common_differences(config, joined="Utterances are joined to inputs")
         return [
             first,
             "Utterances joined at random give no reason to look far, and then any attention will do. Here inputs are "
             + "; or ".join(ABOUT[inputs] for inputs in config.inputs)
             + f" (about {SILENT:.0%} of it, a fifth of a second at a time), which is to be found in the first.",
+            *([ONE_RUN] if len(config.seeds) == 1 else []),
             *others,
         ]
 

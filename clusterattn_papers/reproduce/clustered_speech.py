@@ -57,7 +57,7 @@ WSJ = Corpus("the Wall Street Journal (81 hours)", 40, 780, 2500, 9, 1e-4, "2 (f
 SWITCHBOARD = Corpus("Switchboard (2400 telephone calls)", 80, 534, 3850, 12, 2e-4, "2 (full) or 6 (the others)")
 DATA = {
     "an4": "CMU AN4 (948 utterances of spelled names and numbers, 38 minutes to train with, 33 phones) takes the place "
-           "of {called}. Utterances are joined at random to inputs of {frames} frames on average, {against}. Dev is "
+           "of {called}. {joined} of {frames} frames on average, {against}. Dev is "
            "every tenth training speaker, test the official one, both joined {judged} times; an epoch is {joinings} "
            "such joinings of the training set.",
     "wsj": "The Wall Street Journal, as a folder wsj of train, dev and test with .wav, a .txt each, and a phone .dic.",
@@ -65,7 +65,10 @@ DATA = {
 }  # fmt: skip
 
 
-def common_differences(config: SpeechConfig, theirs: Corpus = WSJ) -> list[str]:
+JOINED = "Utterances are joined at random to inputs"
+
+
+def common_differences(config: SpeechConfig, theirs: Corpus = WSJ, joined: str = JOINED) -> list[str]:
     most = f"{theirs.frames} (at most {theirs.longest})"
     against = (
         f"as published: {most}"
@@ -73,7 +76,12 @@ def common_differences(config: SpeechConfig, theirs: Corpus = WSJ) -> list[str]:
         else f"{'longer' if config.frames > theirs.frames else 'shorter'} than the published {most}"
     )
     data = DATA[config.data].format(
-        called=theirs.called, frames=config.frames, against=against, judged=config.judged, joinings=config.joinings
+        called=theirs.called,
+        joined=joined,
+        frames=config.frames,
+        against=against,
+        judged=config.judged,
+        joinings=config.joinings,
     )
     return [
         data,

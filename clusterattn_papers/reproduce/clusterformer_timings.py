@@ -14,7 +14,7 @@ from ..models import Positions, Stack
 from ._curves import Curves, drawn_lines, spaced
 from ._experiment import Table, pinned
 from ._pace import Step, casting, forward_backward
-from ._readings import GROUPED, PAPERS, TASK, in_paper, reading
+from ._readings import GROUPED, PAPERS, in_paper, reading
 from ._timing import REPLAYED, TIMED_LATER, Timing, TimingsConfig, against, ahead_from, curves, number, one, sizes_note
 
 # label -> method. "written out" is exact attention with its matrix in memory, as the paper's own baseline had it.
@@ -110,8 +110,6 @@ class ModelTiming(Timing):
             "Clustered, improved and refined (100 clusters) are added.",
             "Routing has √N centroids of √N tokens, clusterformer √N clusters, reformer 4 rounds with chunks of 32.",
             *(f"{label}: {GROUPED[label]}." for label in (PAPERS, *TIMED_LATER)),
-            f"{TASK} gives queries and keys as many more features as there are clusters: from where they are more than "
-            "256 together no kernel of ours holds them, and torch's operators take over.",
             *sizes_note(config, (2, 300, 4)),
         ]
 
