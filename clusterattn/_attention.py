@@ -145,9 +145,7 @@ def attention(
     ordinary = partial(
         _attention,
         method=method,
-        key_mask=key_mask,
         key_lengths=key_lengths,
-        query_mask=query_mask,
         causal=causal,
         documents=documents,
         scale=scale,
@@ -161,6 +159,7 @@ def attention(
         return_lse=return_lse,
         return_state=return_state,
     )
+    masks = key_mask, query_mask
     if (
         torch.compiler.is_compiling()
         or not type(q) is type(k) is type(v) is Tensor
@@ -169,18 +168,18 @@ def attention(
         or return_state
         or dropout_p
         or documents is not None
-        or not all(x is None for x in (key_mask, key_lengths, query_mask, generator, groups, state, points, attn_mask))
+        or not all(x is None for x in (key_lengths, generator, groups, state, points, attn_mask))
     ):
-        return ordinary(q, k, v, seed)
-    kind = known(q, k, v, method, causal, scale, backend, return_lse)
+        return ordinary(q, k, v, seed, *masks)
+    kind = known(q, k, v, masks, method, causal, scale, backend, return_lse)
     if kind is None:
-        return ordinary(q, k, v, seed)
-    answer = kind.answer(q, k, v, seed)
+        return ordinary(q, k, v, seed, *masks)
+    answer = kind.answer(q, k, v, masks, seed)
     if answer is None:
-        answer = ordinary(q, k, v, seed)
+        answer = ordinary(q, k, v, seed, *masks)
         if not kind.learned:
             recipe = filled(as_method(method), q, k, v, causal)
-            kind.learn(recipe, ordinary, q, k, causal, scale, return_lse)
+            kind.learn(recipe, ordinary, q, k, masks, causal, scale, return_lse)
     return answer
 
 
@@ -189,11 +188,11 @@ def _attention(
     k: Tensor,
     v: Tensor,
     seed: int | Tensor,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
     *,
     method: MethodSpec,
-    key_mask: Tensor | None,
     key_lengths: Tensor | None,
-    query_mask: Tensor | None,
     causal: bool,
     documents: Any,
     scale: float | None,

@@ -4,9 +4,10 @@ The first call of a kind goes the ordinary way, where everything is checked. Fro
 SDPA's own call, and a method by kernels is a tape (ops/_tape.py): one Python loop over its launches. The first backward
 of a kind records forward and backward together; afterwards both are played.
 
-Whatever could change what runs, or wants to see it, takes the ordinary way: masks, groups and states, tensors that are
-not plain, compilers, torch.func, dispatch modes, saved-tensor hooks (checkpoints), a CUDA graph in the making. Switched
-off by ``ca.replay(False)``.
+Masks of keys and queries are inputs like q, k and v: what is in them may change from call to call. Whatever could
+change what runs, or wants to see it, takes the ordinary way: lengths, groups and states, tensors that are not plain,
+compilers, torch.func, dispatch modes, saved-tensor hooks (checkpoints), a CUDA graph in the making. Switched off by
+``ca.replay(False)``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from .ops._launch import ALIGNED
 
 MOST = 512  # kinds of calls that are remembered before all are forgotten
 LAYOUTS = 4  # of a gradient, for each kind
-Ordinary = Callable[[Tensor, Tensor, Tensor, int], Any]  # q, k, v, seed -> out, or (out, lse)
+Ordinary = Callable[..., Any]  # q, k, v, seed, key_mask, query_mask -> out, or (out, lse)
+Masks = tuple["Tensor | None", "Tensor | None"]  # of keys and of queries
 
 _known: dict[tuple[Any, ...], Known] = {}
 _on = True
@@ -63,8 +65,9 @@ def forget() -> None:
         graphs.forget()
 
 
-def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
+def known(q: Tensor, k: Tensor, v: Tensor, masks: Masks, *settings: Any) -> Known | None:
     """What is known of calls like this one; None for one that takes the ordinary way."""
+    device, dtype, cuda = q.device, q.dtype, q.is_cuda
     if (
         not _on
         or torch._C._len_torch_dispatch_stack()
@@ -73,9 +76,9 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
         or forward_ad._current_level >= 0
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         or not (_dense(q) and _dense(k) and _dense(v))
+        or not all(x is None or (type(x) is Tensor and x.device == device and _dense(x)) for x in masks)
     ):
         return None
-    device, dtype, cuda = q.device, q.dtype, q.is_cuda
     if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != dtype:
         return None
     grad = torch.is_grad_enabled() and (q.requires_grad, k.requires_grad, v.requires_grad)
@@ -94,6 +97,9 @@ def known(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Known | None:
         k.device,
         v.device,
         grad,
+        masks[0] is masks[1],
+        *((x.shape, x.stride(), x.dtype) for x in masks if x is not None),
+        masks[0] is None,
         0 if cuda else torch.get_num_threads(),
         times_kept(),
     )
@@ -112,13 +118,14 @@ def _dense(x: Tensor) -> bool:
 class Known:
     """What is known of the calls of one kind."""
 
-    __slots__ = ("_by_kernels", "_exact", "_refused", "_seed", "_tape", "joint", "ordinary")
+    __slots__ = ("_by_kernels", "_exact", "_masks", "_refused", "_seed", "_tape", "joint", "ordinary")
 
     def __init__(self, by_kernels: bool) -> None:
         self._refused, self._by_kernels = False, by_kernels
         self._exact: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self._tape: Any = None
         self._seed = 0  # of a tape that holds it
+        self._masks: tuple[int | None, int | None] = None, None  # those of keys and of queries: which of the inputs
         self.joint: dict[tuple[Any, ...], Any] = {}  # the layout of the gradients -> a tape with backward
         self.ordinary: Ordinary | None = None
 
@@ -127,12 +134,23 @@ class Known:
         return self.ordinary is not None
 
     def learn(
-        self, recipe: Method, ordinary: Ordinary, q: Tensor, k: Tensor, causal: bool, scale: float | None, lse: bool
+        self,
+        recipe: Method,
+        ordinary: Ordinary,
+        q: Tensor,
+        k: Tensor,
+        masks: Masks,
+        causal: bool,
+        scale: float | None,
+        lse: bool,
     ) -> None:
         """An ordinary call went well: the next one need not be."""
-        self.ordinary = ordinary
+        keys, queries = masks
+        last = 3 if keys is None or keys is queries else 4
+        self.ordinary, self._masks = ordinary, (None if keys is None else 3, None if queries is None else last)
         self._refused = isinstance(recipe, Exact) or not self._by_kernels or 0 in q.shape or 0 in k.shape
-        if isinstance(recipe, Exact) and not lse and (not causal or q.shape[2] == k.shape[2]) and 0 not in k.shape:
+        square, masked = not causal or q.shape[2] == k.shape[2], any(x is not None for x in masks)
+        if isinstance(recipe, Exact) and not lse and not masked and square and 0 not in k.shape:
             self._exact = partial(
                 F.scaled_dot_product_attention,
                 is_causal=bool(causal),
@@ -140,35 +158,42 @@ class Known:
                 enable_gqa=q.shape[1] != k.shape[1],
             )
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> Tensor | tuple[Tensor, ...] | None:
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks, seed: int) -> Tensor | tuple[Tensor, ...] | None:
         """The answer of a call like those before; None where it must be an ordinary one."""
         if self._exact is not None:
             return self._exact(q, k, v)
-        if self.ordinary is None or self._refused or not _aligned((q, k, v)):
+        inputs = (q, k, v, *_each_once(masks))
+        if self.ordinary is None or self._refused or not _aligned(inputs):
             return None
         if q.is_cuda and (torch.cuda.is_current_stream_capturing() or q.get_device() != torch._C._cuda_getDevice()):
             return None
-        if self._tape is None and not self._record(q, k, v, seed):
+        if self._tape is None and not self._record(inputs, seed):
             return None
         if self._tape.bound and seed != self._seed:
             return None
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            found: Any = super(Function, Replayed).apply(self, seed, q, k, v)  # type: ignore[no-untyped-call]
+            found: Any = super(Function, Replayed).apply(self, seed, *inputs)  # type: ignore[no-untyped-call]
         else:
-            found, _ = self._tape.forward.play((q, k, v), seed, None)
+            found, _ = self._tape.forward.play(inputs, seed, None)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _record(self, q: Tensor, k: Tensor, v: Tensor, seed: int) -> bool:
+    def _ordinarily(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+        assert self.ordinary is not None
+        keys, queries = (None if at is None else inputs[at] for at in self._masks)
+        answer = self.ordinary(*inputs[:3], seed, key_mask=keys, query_mask=queries)
+        return list(answer) if isinstance(answer, tuple) else [answer]
+
+    def _record(self, inputs: Sequence[Tensor], seed: int) -> bool:
         """Write the forward pass down, by running it once more."""
         from .ops._recorder import CannotRecord, Recorder
         from .ops._tape import Tape
 
-        assert self.ordinary is not None
-        if len({x.data_ptr() for x in (q, k, v)}) < 3:  # which of them a kernel reads cannot be seen
+        if not _apart(inputs):
             return False
+        inputs = [x.detach() for x in inputs]
         try:
-            with torch.no_grad(), Recorder((q.detach(), k.detach(), v.detach())) as recorder:
-                found = _listed(self.ordinary(q.detach(), k.detach(), v.detach(), seed))
+            with torch.no_grad(), Recorder(inputs) as recorder:
+                found = self._ordinarily(inputs, seed)
                 outputs = [recorder.where(x) for x in found]
             self._tape, self._seed = Tape(recorder, outputs), seed
         except CannotRecord as reason:
@@ -195,7 +220,7 @@ class Known:
         from .ops._recorder import CannotRecord, Recorder
 
         recorder: Any = None
-        if len(self.joint) < LAYOUTS and not torch.is_grad_enabled() and len({x.data_ptr() for x in inputs}) == 3:
+        if len(self.joint) < LAYOUTS and not torch.is_grad_enabled() and _apart(inputs):
             recorder = Recorder([x.detach() for x in inputs])
         try:
             return self._both(inputs, seed, wanted, given, recorder)
@@ -213,15 +238,13 @@ class Known:
     ) -> list[Tensor | None]:
         from .ops._tape import Tape
 
-        assert self.ordinary is not None
         again = torch.is_grad_enabled()  # second derivatives: the graph of the first must be there
-        leaves = list(inputs) if again else [
-            x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)
+        leaves = list(inputs[:3]) if again else [
+            x.detach().requires_grad_(want) for x, want in zip(inputs[:3], wanted, strict=True)
         ]  # fmt: skip
         middle, outputs, gradients = 0, [], []
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False), recorder or nullcontext():
-            q, k, v = leaves
-            found = _listed(self.ordinary(q, k, v, seed))
+            found = self._ordinarily([*leaves, *inputs[3:]], seed)
             if recorder is not None:
                 outputs, middle = [recorder.where(x) for x in found], len(recorder.steps)
                 for x in given:
@@ -246,34 +269,42 @@ class Known:
 
 
 class Replayed(Function):
-    """A replayed call with a gradient."""
+    """A replayed call with a gradient: of q, k and v, which masks may follow."""
 
     @staticmethod
-    def forward(ctx: Any, kind: Known, seed: int, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, kind: Known, seed: int, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.seed = kind, seed
-        found, ctx.played, ctx.kept = kind.forward((q, k, v), seed)
-        ctx.save_for_backward(q, k, v, *found)
+        ctx.kind, ctx.seed, ctx.inputs = kind, seed, len(inputs)
+        found, ctx.played, ctx.kept = kind.forward(inputs, seed)
+        ctx.save_for_backward(*inputs, *found)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> Any:
-        inputs, wanted = ctx.saved_tensors[:3], ctx.needs_input_grad[2:]
+        inputs, wanted = ctx.saved_tensors[: ctx.inputs], ctx.needs_input_grad[2:5]
+        masks = [None] * (ctx.inputs - 3)
         if ctx.played is not None and not torch.is_grad_enabled():
             layout, tape, there = ctx.played
             if layout == layout_of(given) and _aligned(given):
                 found, _ = tape.backward.play((*inputs, *(x for x in given if x is not None)), ctx.seed, ctx.kept)
                 answers = iter(found)
-                return None, None, *(next(answers) if each else None for each in there)
-        return None, None, *ctx.kind.gradients(inputs, ctx.seed, wanted, given)
+                return None, None, *(next(answers) if each else None for each in there), *masks
+        return None, None, *ctx.kind.gradients(inputs, ctx.seed, wanted, given), *masks
 
 
 def layout_of(given: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
 
 
-def _listed(answer: Any) -> list[Tensor]:
-    return list(answer) if isinstance(answer, tuple) else [answer]
+def _each_once(masks: Masks) -> list[Tensor]:
+    """Self-attention has one mask for both."""
+    keys, queries = masks
+    return [x for x in (keys, None if queries is keys else queries) if x is not None]
+
+
+def _apart(inputs: Sequence[Tensor]) -> bool:
+    """Where two are one tensor, which of them a kernel reads cannot be seen."""
+    return len({x.data_ptr() for x in inputs}) == len(inputs)
 
 
 def _aligned(tensors: Sequence[Tensor | None]) -> bool:

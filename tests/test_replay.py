@@ -78,6 +78,43 @@ def test_a_replay_has_the_same_bits(method):
             assert torch.equal(ca.attention(*x, method=method, backend="triton"), known[0])
 
 
+def some(*real: int) -> Tensor:
+    """A row whose first and last tokens are hidden, but for so many."""
+    at = torch.arange(N, device=DEVICE)
+    return ((at >= real[0]) & (at < real[0] + real[1]))[None]
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("method", "hidden"), [*zip(METHODS, ("both", "apart", "keys", "queries", "both", "both"), strict=True)]
+)
+def test_a_replay_reads_the_masks_of_its_own_call(method, hidden):
+    """One mask for keys and queries, two, or one of them; what is hidden from everybody may be anything."""
+    one, other = some(0, 20), some(3, 17)
+    options = [
+        {
+            "both": {"key_mask": mask, "query_mask": mask},
+            "apart": {"key_mask": mask, "query_mask": more},
+            "keys": {"key_mask": mask},
+            "queries": {"query_mask": mask},
+        }[hidden]
+        for mask, more in ((one, other), (other, one))
+    ]
+    x, nobodys = tensors(1), ~(one | other)[:, None, :, None]
+    _replay.replay(False)
+    want = [answers(x, method=method, **each) for each in options]
+    _replay.replay(True)
+    if hidden == "both":
+        x = [torch.where(nobodys, float("nan"), each) for each in x]
+    for turn in range(4):
+        got = answers(x, method=method, **options[turn % 2])
+        assert all(torch.equal(a, b) for a, b in zip(got, want[turn % 2], strict=True)), turn
+    kind = the_kind()
+    assert kind._tape is not None
+    assert len(kind.joint) == 1
+    assert not kind._refused
+
+
 @kernels
 def test_seeds_and_other_layouts_of_a_gradient():
     x, method = tensors(1), METHODS[0]
@@ -139,7 +176,7 @@ def test_what_is_out_of_the_ordinary_is_not_replayed():
     options = {"method": METHODS[3], "backend": "triton"}
     real = torch.ones(1, N, dtype=torch.bool, device=DEVICE)
     for _ in range(3):
-        ca.attention(*x, key_mask=real, **options)
+        ca.attention(*x, key_lengths=real.sum(-1), **options)
         ca.attention(*x, groups=ca.groups(*x, **options), **options)
         checkpoint(lambda *y: ca.attention(*y, **options), *leaves, use_reentrant=False).sum().backward()
         ca.attention(x[0], x[1], x[1], **options)  # one tensor twice: which one a kernel reads cannot be seen
