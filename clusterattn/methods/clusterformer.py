@@ -13,6 +13,7 @@ from .._errors import bad_value, check_choice, check_whole
 from .._types import Attended, Buckets, Call, Groups, Method
 from ..ops import draw, tables
 from ..ops._chunks import wide
+from ..ops._jit import HEAD_DIMS
 from .reformer import seated
 
 SMALL = 1e-12  # added to lengths that something is divided by
@@ -35,6 +36,13 @@ class ClusterFormerState:
     sorting_loss: Tensor | None = None
     balance_loss: Tensor | None = None
     labels: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SignalBuckets(Buckets):
+    """Made in the call that they serve: with the memberships (b g c n) that its logits are to know."""
+
+    member: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,42 +132,45 @@ class ClusterFormer(Method):
         return [f"{name}={getattr(self, name)!r}" for name in changed if getattr(self, name) or name == "pass_on"]
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns and call.keep_state):
-            return self._group(q, call)
+        signal = bool(self.affinity or self.straight) and call.soon and call.state is not None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.learns and (call.keep_state or signal)):
+            return self._group(q, call, signal)
 
-    def _group(self, q: Tensor, call: Call) -> tuple[Buckets, ClusterFormerState | None]:
+    def _group(self, q: Tensor, call: Call, signal: bool) -> tuple[Buckets, ClusterFormerState | None]:
         b, h, n, _ = q.shape
         valid = seated(q, call)
-        real = valid.sum(-1)
         points = self._points(q, call, valid).contiguous()  # heads apart: else every product below copies them
-        if self.trains == "centroids":
-            points = points.detach()
-        centroids, alive = self._centroids(points, valid, call)
-        recorded = torch.is_grad_enabled() and (points.requires_grad or self.balance > 0)
-        with torch.set_grad_enabled(recorded):  # else ``_Updated`` needs no record of it
-            alike, lengths = self._alike(points, centroids, None if _full(call) else valid)
-        labels = self._labels(alike, None if call.state is not None else alive)  # (b g n), eq. 4
-        order = tables.valid_first(self._ranked(labels), valid.unsqueeze(1))  # eq. 5, stable
+        seen = points.detach() if self.trains == "centroids" else points
+        centroids, alive = self._centroids(seen, valid, call)
+        recorded = torch.is_grad_enabled()
+        with torch.set_grad_enabled(recorded and seen.requires_grad):  # else gradients are written out, see below
+            lengths = self._lengths(seen, valid)
+            alike = self._alike(seen, centroids, lengths, valid)
+            shares = self._shares(alike)
+        alike = alike if alike.requires_grad else shares  # U is the softmax of either: one is enough
+        labels = self._labels(shares, alive)  # (b g n), eq. 4
         # As many blocks as centroids; where their number follows the length, the real length, never the padding.
         most = self._count(centroids.shape[2] if call.state is not None else None, n)
-        seats = -(-n // most)
-        blocks = torch.full_like(real, most)
-        if self.clusters is None and call.state is None:
-            seats, blocks = most, alive.sum(-1).clamp(min=1)
-        size = -(-real // blocks)
-        start = (torch.arange(most, device=q.device) * size.unsqueeze(-1)).unsqueeze(1)
-        stop = torch.minimum(start + size.view(-1, 1, 1), real.view(-1, 1, 1))
-        table = tables.cut(order, start, stop, seats)
-        keys = tables.look_back(table, -(-real // size.clamp(min=1)), self.blocks)
-        buckets = Buckets(table.expand(b, h, -1, -1), keys.expand(b, h, -1, -1))
+        many = None if alive is None or self.clusters else alive.sum(-1)
+        ranks = tables.ranked(labels, most, self.ties == "turns")
+        table, keys = tables.blocks(ranks, valid, most, many, self.blocks)  # eqs. 5 and 8
+        table, keys = table.expand(b, h, -1, -1), keys.expand(b, h, -1, -1)
+        member = None
+        if signal and not alike.requires_grad:
+            member = _Memberships.apply(points, centroids, shares, lengths, alive, self)  # type: ignore[no-untyped-call]
+        elif signal or (self.balance and recorded and call.keep_state):
+            member = memberships(shares, alive)
+        del shares  # as large as the points
+        buckets = SignalBuckets(table, keys, member=member) if signal else Buckets(table, keys)
         if not call.keep_state:
             return buckets, None
-        counted = None if _full(call) and call.state is not None else valid[:, None, None] & alive[:, None, :, None]
-        return buckets, self._state(points, lengths, centroids, alike, labels, valid, alive, counted)
+        return buckets, self._state(seen, lengths, centroids, alike, member, labels, valid, alive, call)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, groups: Groups, call: Call) -> Attended:
         assert isinstance(groups, Buckets)
-        member = self._membership(q, call) if self.affinity or self.straight else None  # (b g c n)
+        member = None  # (b g c n)
+        if self.affinity or self.straight:
+            member = groups.member if isinstance(groups, SignalBuckets) and call.fresh else self._membership(q, call)
         if member is not None and self.affinity:  # as so many more features of queries and keys: no verb knows of it
             if k.shape[1] != q.shape[1]:
                 k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
@@ -182,7 +193,7 @@ class ClusterFormer(Method):
     def _count(self, known: int | None, n: int) -> int:
         return self.clusters or known or max(_root(n), 1)
 
-    def _points(self, q: Tensor, call: Call, valid: Tensor) -> Tensor:
+    def _points(self, q: Tensor, call: Call, valid: Tensor | None) -> Tensor:
         """(b g n y): what is grouped, padding zero. g groupings: as many as heads, or one with all y = x features."""
         b, h, n, _ = q.shape
         if call.points is None:
@@ -193,26 +204,26 @@ class ClusterFormer(Method):
                 wanted = f"points (b n x) whose x is cut into {g} heads"
                 raise bad_value(wanted, tuple(points.shape), 'scope="shared", or another x')
             points = cut(points, g)
-            if not _full(call):
+            if valid is not None:
                 points = torch.where(valid[:, None, :, None], points, 0.0)
-        return spread_out(points, None if _full(call) else valid) if self.spread else points
+        return spread_out(points, valid) if self.spread else points
 
-    def _centroids(self, points: Tensor, valid: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """(b g c y) from the state, or some of the points themselves; and which of them are alive (b c)."""
+    def _centroids(self, points: Tensor, valid: Tensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
+        """(b g c y) from the state, or some of the points themselves; and which of them are alive (b c), None: all."""
         b, g, n, y = points.shape
         if call.state is None:
             most = min(self._count(None, n), n)
-            wanted = None if self.clusters else valid.sum(-1, keepdim=True).double().sqrt().ceil().long()
-            drawn = draw.stratified_among(valid, call.seed, draw.STREAM_STARTS, most, wanted)
+            among = points.new_ones((b, n), dtype=torch.bool) if valid is None else valid
+            wanted = None if self.clusters else among.sum(-1, keepdim=True).double().sqrt().ceil().long()
+            drawn = draw.stratified_among(among, call.seed, draw.STREAM_STARTS, most, wanted)
             rows = drawn.clamp(min=0)[:, None, :, None].expand(b, g, most, y)
-            return self.unit(wide(points.gather(2, rows))), drawn >= 0
+            return self._unit(wide(points.gather(2, rows)), call), None if valid is None else drawn >= 0
         given = call.state.centroids if isinstance(call.state, ClusterFormerState) else call.state
         if not isinstance(given, Tensor) or given.dim() not in (2, 3) or given.shape[-1] != g * y:
             got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
             raise bad_value(f"centroids (c {g * y}) or (b c {g * y})", got, "the state of the layer before")
-        given = wide(given).to(wide(points).dtype).expand(b, -1, -1)
-        alive = torch.ones(given.shape[:2], dtype=torch.bool, device=points.device)
-        return self.unit(cut(given, g)), alive
+        given = wide(given).to(torch.promote_types(points.dtype, torch.float32)).expand(b, -1, -1)
+        return self._unit(cut(given, g), call), None
 
     def unit(self, x: Tensor) -> Tensor:
         """Of length 1 where φ is the cosine.
@@ -222,27 +233,38 @@ class ClusterFormer(Method):
         """
         return torch.nn.functional.normalize(x, dim=-1) if self.similarity == "cosine" else x
 
-    def _alike(self, points: Tensor, centroids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """φ(C, P) · sharpness (b g c n), in fp32 or better, and 1/|P| (b g 1 n) where φ is the cosine.
+    def _unit(self, x: Tensor, call: Call) -> Tensor:
+        """The same by the verbs of a call, as far as they reach."""
+        return call.ops.unit(x) if self.similarity == "cosine" and x.shape[-1] <= HEAD_DIMS else self.unit(x)
 
-        Points stay as they came, in their dtype: no second tensor of their size is made, or kept for the backward."""
-        alike = wide(centroids.to(points.dtype) @ points.mT)
-        lengths = None
-        if self.similarity == "cosine":
-            norms = torch.linalg.vector_norm(points, dim=-1, dtype=alike.dtype)
-            lengths = norms.clamp(min=SMALL).reciprocal().unsqueeze(2)
-            alike = alike * lengths
-        if self.sharpness != 1:
-            alike = alike * self.sharpness
-        if valid is not None:  # finite: an empty row keeps its gradient
-            alike = alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4)
-        return alike, lengths
+    def _lengths(self, points: Tensor, valid: Tensor | None) -> Tensor | None:
+        """What the point of a token is multiplied with (b g 1 n): 1/|P| where φ is the cosine, 0 for padding."""
+        dtype = torch.promote_types(points.dtype, torch.float32)
+        kept = None if valid is None else valid[:, None, None].to(dtype)
+        if self.similarity != "cosine":
+            return kept
+        norms = torch.linalg.vector_norm(points, dim=-1, dtype=dtype)
+        lengths: Tensor = norms.clamp(min=SMALL).reciprocal().unsqueeze(2)
+        return lengths if kept is None else lengths * kept
 
-    def _labels(self, alike: Tensor, alive: Tensor | None) -> Tensor:
-        alike = alike.detach()
-        if self.assign == "share":  # log U (eq. 2): normalised over the tokens, for each centroid
-            alike = alike - alike.logsumexp(-1, keepdim=True)
-        return (alike if alive is None else alike.masked_fill(~alive[:, None, :, None], float("-inf"))).argmax(2)
+    def _alike(self, points: Tensor, centroids: Tensor, lengths: Tensor | None, valid: Tensor | None) -> Tensor:
+        """φ(C, P) · sharpness (b g c n), in fp32 or better. Points stay as they came, in their dtype: no second tensor
+        of their size is made, or kept for the backward."""
+        alike = centroids.to(points.dtype) @ points.mT
+        alike = (wide(alike) if lengths is None else alike) * self._factor(lengths)
+        # finite: an empty row keeps its gradient
+        return alike if valid is None else alike.masked_fill(~valid[:, None, None], torch.finfo(alike.dtype).min / 4)
+
+    def _factor(self, lengths: Tensor | None) -> Tensor | float:
+        return self.sharpness if lengths is None else lengths * self.sharpness
+
+    def _shares(self, alike: Tensor) -> Tensor:
+        """What assigns (b g c n): log U (eq. 2), normalised over the tokens for each centroid; or similarities."""
+        return alike if self.assign == "similarity" else alike.log_softmax(-1)
+
+    def _labels(self, shares: Tensor, alive: Tensor | None) -> Tensor:
+        shares = shares.detach()
+        return (shares if alive is None else shares.masked_fill(~alive[:, None, :, None], float("-inf"))).argmax(2)
 
     def clusters_of(self, points: Tensor, centroids: Tensor, valid: Tensor) -> Tensor:
         """The cluster of every token (b g n), by eqs. 2 and 4 alone; padding has any.
@@ -252,63 +274,50 @@ class ClusterFormer(Method):
             centroids: (b g c y)
             valid: bool (b n), True = a real token
         """
-        alike, _ = self._alike(points, self.unit(centroids), valid)
-        return self._labels(alike, None)
-
-    def _ranked(self, labels: Tensor) -> Tensor:
-        """What tokens are sorted by (b g n): their clusters, and among equals their place in the sequence, which every
-        other cluster reads backwards where they take turns."""
-        if self.ties == "forward":
-            return labels
-        place = torch.arange(labels.shape[2], device=labels.device)
-        return labels * labels.shape[2] + torch.where(labels % 2 == 1, place.flip(0), place)
+        alike = self._alike(points, self.unit(centroids), self._lengths(points, valid), valid)
+        return self._labels(self._shares(alike), None)
 
     def _membership(self, q: Tensor, call: Call) -> Tensor:
-        """A (b g c n): the shares U of a token, normalised over the centroids."""
         valid = seated(q, call)
-        points = self._points(q, call, valid)
+        points = self._points(q, call, valid).contiguous()
         centroids, alive = self._centroids(points, valid, call)
-        alike, _ = self._alike(points, centroids, None if _full(call) else valid)
-        if self.assign == "share":
-            alike = alike - alike.logsumexp(-1, keepdim=True)
-        return alike.masked_fill(~alive[:, None, :, None], torch.finfo(alike.dtype).min).softmax(2)
+        alike = self._alike(points, centroids, self._lengths(points, valid), valid)
+        return memberships(self._shares(alike), alive)
 
     # ------------------------------------------------------------------ what is learned
 
     def _state(
-        self, points: Tensor, lengths: Tensor | None, centroids: Tensor, alike: Tensor, labels: Tensor, valid: Tensor,
-        alive: Tensor, counted: Tensor | None,
+        self, points: Tensor, lengths: Tensor | None, centroids: Tensor, alike: Tensor, member: Tensor | None,
+        labels: Tensor, valid: Tensor | None, alive: Tensor | None, call: Call,
     ) -> ClusterFormerState:  # fmt: skip
-        b, g, c, _ = centroids.shape
+        (b, g, c, _), n = centroids.shape, points.shape[2]
+        member = member if self.balance and torch.is_grad_enabled() else None
         if alike.requires_grad or not centroids.requires_grad:
-            updated = summed(share_of(alike, counted, lengths), points)
+            updated, sizes = _updated(alike, member, points, lengths, valid, alive)
         else:
-            updated = _Updated.apply(centroids, alike, self.sharpness, counted, lengths, points)  # type: ignore[no-untyped-call]
-        new = self.unit(updated)  # eq. 3
-        marked = labels.masked_fill(~valid.unsqueeze(1), -1)
+            given = centroids, alike, member, points, lengths, valid, alive, self
+            updated, sizes = _Updated.apply(*given)  # type: ignore[no-untyped-call]
+        new = self._unit(updated, call)  # eq. 3
+        marked = labels if valid is None else labels.masked_fill(~valid.unsqueeze(1), -1)
         kept = new.transpose(1, 2).flatten(2)
         if not torch.is_grad_enabled():
             return ClusterFormerState(kept, labels=marked)
         clustering = sorting = uneven = None
         compared = new if self.compare == "updated" else centroids
         of_batch = 1 / max(b * g, 1)  # an empty batch loses nothing
-        real = valid.sum(-1).clamp(min=1).unsqueeze(1)
         if self.mu:  # Σ_j φ(P_j, Ĉ of j's cluster) = Σ_c φ(Ĉ_c, Σ of its members): nothing as large as P
-            members = marked.unsqueeze(2) == torch.arange(c, device=labels.device).view(-1, 1)
-            each = alike.new_ones(()) if lengths is None else lengths
-            within = summed(torch.where(members, each.to(points.dtype), 0.0), points)
-            close = (compared * within).sum((-1, -2)) / real
-            clustering = -close.sum() * of_batch
+            members = labels.unsqueeze(2) == torch.arange(c, device=labels.device).view(-1, 1)
+            members = members.to(points.dtype) if lengths is None else members * lengths.to(points.dtype)
+            close = compared * (members @ points)
+            close = close if valid is None else n * close / valid.sum(-1).clamp(min=1).view(-1, 1, 1, 1)
+            clustering = close.sum() * (-of_batch / n)
         if self.nu:
-            beside = (compared * compared.roll(1, 2)).sum(-1).mean(-1)
-            sorting = -beside.sum() * of_batch
-        if self.balance:
-            log_share = alike if self.assign == "similarity" else alike - alike.logsumexp(-1, keepdim=True)
-            belongs = log_share.masked_fill(~alive[:, None, :, None], torch.finfo(alike.dtype).min).softmax(2)
-            sizes = (belongs * valid[:, None, None]).sum(-1) / real.unsqueeze(-1)
-            many = alive.sum(-1).clamp(min=1).log().to(sizes.dtype).unsqueeze(1)
-            uneven = (many + (sizes * sizes.clamp(min=SMALL).log()).sum(-1)) * valid.any(-1, keepdim=True)
-            uneven = uneven.sum() * of_batch
+            sorting = (compared * compared.roll(1, 2)).sum() * (-of_batch / c)
+        if sizes is not None:
+            evenness = torch.special.entr(sizes + SMALL).sum(-1)  # (b g), at most log c
+            many = math.log(c) if alive is None else alive.sum(-1, keepdim=True).clamp(min=1).log().to(sizes.dtype)
+            gap = many - evenness
+            uneven = (gap if valid is None else gap * valid.any(-1, keepdim=True)).sum() * of_batch
         return ClusterFormerState(kept, clustering, sorting, uneven, marked)
 
 
@@ -319,54 +328,101 @@ CHOICES = {
 }  # fmt: skip
 
 
-def share_of(alike: Tensor, counted: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """U (eq. 2), 0 for padding and for centroids that are not alive; times ``lengths``, where they are given."""
-    share = alike.softmax(-1)
-    for factor in (counted, lengths):
-        if factor is not None:  # without a record of it, in place: shares are as large as the points
-            share = share * factor if share.requires_grad else share.mul_(factor)
-    return share
+def memberships(shares: Tensor, alive: Tensor | None) -> Tensor:
+    """A (b g c n): the shares U of a token, normalised over the centroids."""
+    if alive is not None:
+        shares = shares.masked_fill(~alive[:, None, :, None], torch.finfo(shares.dtype).min)
+    return shares.softmax(2)
 
 
-def summed(weights: Tensor, points: Tensor) -> Tensor:
-    """Σ_j weights_cj P_j (b g c y)."""
-    return wide(weights.to(points.dtype) @ points)
+def _times(x: Tensor, factor: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """x · factor in another dtype, in one step; x is given up, and nothing may be recorded."""
+    return torch.mul(x, factor, out=x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype))
+
+
+def _updated(
+    alike: Tensor, member: Tensor | None, points: Tensor, lengths: Tensor | None, valid: Tensor | None,
+    alive: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """U P of eq. 3 (b g c y); and of memberships the means over real tokens (b g c): how large clusters are."""
+    share = alike.softmax(-1)  # U (eq. 2)
+    if alive is not None:
+        share = share * alive[:, None, :, None]
+    if lengths is not None:
+        share = share * lengths if share.requires_grad else _times(share, lengths, points.dtype)
+    new = wide(share.to(points.dtype) @ points)
+    if member is not None:
+        member = member.mean(-1) if valid is None else (member * _evenly(valid, member)).sum(-1)
+    return new, member
+
+
+def _evenly(valid: Tensor, like: Tensor) -> Tensor:
+    """What every real token weighs in a mean over them (b 1 1 n)."""
+    return (valid.to(like.dtype) / valid.sum(-1, keepdim=True).clamp(min=1))[:, None, None]
 
 
 class _Updated(torch.autograd.Function):
-    """U P of eq. 3 where the centroids alone are trained: what the backward needs of U (b g c n) is made anew there, so
-    that nothing larger than the points is kept."""
+    """``_updated`` where the centroids alone are trained: what the backward needs of U (b g c n) is made anew there, so
+    that nothing larger than the points is kept; but where memberships are."""
 
     @staticmethod
     def forward(
-        ctx: Any, centroids: Tensor, alike: Tensor, sharpness: float, counted: Tensor | None, lengths: Tensor | None,
-        points: Tensor,
+        ctx: Any, centroids: Tensor, shares: Tensor, member: Tensor | None, points: Tensor, lengths: Tensor | None,
+        valid: Tensor | None, alive: Tensor | None, method: ClusterFormer,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        kept = None if member is None else shares
+        ctx.save_for_backward(centroids, kept, member, points, lengths, valid, alive)
+        ctx.method = method
+        return _updated(shares, member, points, lengths, valid, alive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, d_sizes: Tensor | None) -> tuple[Tensor | None, ...]:
+        centroids, shares, member, points, lengths, valid, alive = ctx.saved_tensors
+        share = ctx.method._alike(points, centroids, lengths, valid) if shares is None else shares
+        share = share.softmax(-1)
+        x = grad.to(points.dtype) @ points.mT  # from here on each step is as large as the points: one name lets go
+        x = wide(x) if lengths is None else x * lengths
+        x = x if alive is None else x * alive[:, None, :, None]
+        x = torch._softmax_backward_data(x, share, -1, x.dtype)
+        del share
+        if member is not None and d_sizes is not None:
+            each = d_sizes.unsqueeze(-1) * (1 / member.shape[3] if valid is None else _evenly(valid, member))
+            x = x + _to_alike(each.expand_as(member), member, shares, ctx.method)
+        x = _times(x, ctx.method._factor(lengths), points.dtype)
+        return (x @ points).to(centroids.dtype), *[None] * 7
+
+
+class _Memberships(torch.autograd.Function):
+    """``memberships`` of points that the task trains, too, from shares that were made without a record."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, points: Tensor, centroids: Tensor, shares: Tensor, lengths: Tensor | None, alive: Tensor | None,
+        method: ClusterFormer,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(centroids, counted, lengths, points)
-        ctx.sharpness = sharpness
-        return summed(share_of(alike, counted, lengths), points)
+        member = memberships(shares, alive)
+        ctx.save_for_backward(points, centroids, shares, lengths, member)
+        ctx.method = method
+        return member
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        centroids, counted, lengths, points = ctx.saved_tensors
-        factor = ctx.sharpness if lengths is None else lengths * ctx.sharpness
-        alike = wide(centroids.to(points.dtype) @ points.mT) * factor
-        if counted is not None:
-            alike = alike.masked_fill(~counted.any(2, keepdim=True), torch.finfo(alike.dtype).min / 4)
-        share = alike.softmax(-1)
-        del alike  # as large as the points, like every step below: one name, so that each is let go of
-        x = wide(grad.to(points.dtype) @ points.mT)
-        x = x if lengths is None else x * lengths
-        x = x if counted is None else x * counted
-        x = x - (x * share).sum(-1, keepdim=True)
-        x = x * share
-        x = (x * factor).to(points.dtype)
-        return (x @ points).to(centroids.dtype), None, None, None, None, None
+        points, centroids, shares, lengths, member = ctx.saved_tensors
+        x = _to_alike(grad, member, shares, ctx.method)
+        x = _times(x, ctx.method._factor(lengths), points.dtype)
+        d_points = None
+        if ctx.needs_input_grad[0]:
+            d_points = x.mT @ centroids.to(points.dtype)
+            if ctx.method.similarity == "cosine":  # which does not see how long a point is
+                along = (d_points * points).sum(-1, keepdim=True, dtype=lengths.dtype) * lengths.mT.square()
+                d_points.addcmul_(points, along, value=-1)
+        return d_points, (x @ points).to(centroids.dtype), *[None] * 4
 
 
-def _full(call: Call) -> bool:
-    """No padding anywhere."""
-    return call.mask.queries is None and call.mask.keys is None
+def _to_alike(grad: Tensor, member: Tensor, shares: Tensor, method: ClusterFormer) -> Tensor:
+    """The gradient of the similarities, from that of the memberships."""
+    x = torch._softmax_backward_data(grad, member, 2, member.dtype)
+    return x if method.assign == "similarity" else torch._log_softmax_backward_data(x, shares, -1, shares.dtype)
 
 
 def cut(x: Tensor, parts: int) -> Tensor:

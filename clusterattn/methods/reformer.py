@@ -39,8 +39,7 @@ class Reformer(Method):
         check_whole("Reformer", rounds=self.rounds, chunk=self.chunk)
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Buckets, None]:
-        q, full = q.detach(), call.mask.queries is None and call.mask.keys is None
-        valid = None if full else seated(q, call)
+        q, valid = q.detach(), seated(q, call)
         each = (max(-(-q.shape[2] // self.chunk), 1) + 1) // 2
         drawn = call.ops.directions(self.rounds, each, q.shape[-1], call.seed, q)
         used = None if valid is None else (-(-valid.sum(-1, keepdim=True) // self.chunk)).clamp(min=1)
@@ -64,6 +63,8 @@ class Reformer(Method):
         return self.rounds * (hashing + n * min(2 * self.chunk, n) * (d + e))
 
 
-def seated(q: Tensor, call: Call) -> Tensor:
-    """(b n): who takes part where queries and keys are the same tokens."""
+def seated(q: Tensor, call: Call) -> Tensor | None:
+    """(b n): who takes part where queries and keys are the same tokens; None where there is no padding anywhere."""
+    if call.mask.queries is None and call.mask.keys is None:
+        return None
     return call.mask.query_rows(q) & call.mask.key_rows(q)

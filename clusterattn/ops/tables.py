@@ -41,6 +41,56 @@ def look_back(table: Tensor, used: Tensor, blocks: int) -> Tensor:
     return torch.cat(seen, -1)
 
 
+def ranked(labels: Tensor, clusters: int, turns: bool) -> Tensor:
+    """What tokens are sorted by: their labels (b h n) below ``clusters``, and among equals their place in the sequence,
+    which every other cluster reads backwards where they take turns. In a dtype no larger than needed: sorts read every
+    bit."""
+    n = labels.shape[2]
+    if not torch.compiler.is_compiling():  # for a length that may be any
+        fits = (each for each in (torch.int16, torch.int32) if 2 * clusters * n < torch.iinfo(each).max)
+        labels = labels.to(next(fits, torch.int64))
+    if not turns:
+        return labels
+    place = torch.arange(n, dtype=labels.dtype, device=labels.device)
+    # pow by its name: torch.compile reads (-1) ** x as -(1 ** x)
+    return torch.add(torch.pow(-1, labels) * place, labels, alpha=2 * n)
+
+
+def blocks(ranks: Tensor, valid: Tensor | None, most: int, many: Tensor | None, look: int) -> tuple[Tensor, Tensor]:
+    """Tokens in the order of their ranks (b h n), in ``most`` blocks of one size, or in as ``many`` (b) of them; in
+    fewer where those are enough: (b h g s). And each block with the ``look - 1`` before it, around the circle, nobody
+    twice: (b h g look*s). valid (b n): where sequences differ in length, their blocks differ in size.
+    """
+    if valid is None and not torch.compiler.is_compiling():  # which know no length, and fuse what follows from it
+        return _equal_blocks(ranks.argsort(dim=-1, stable=True), most, look)
+    if valid is None:
+        valid = ranks.new_ones((ranks.shape[0], ranks.shape[2]), dtype=torch.bool)
+    real, seats = valid.sum(-1), -(-ranks.shape[2] // most) if many is None else most
+    wanted = most if many is None else many.clamp(min=1)
+    size = ((real + (wanted - 1)) // wanted).clamp(min=1)
+    (b, h), device = ranks.shape[:2], ranks.device
+    mine, column = torch.arange(most, device=device).unsqueeze(-1), torch.arange(look * seats, device=device)
+    back, seat = column // seats, column % seats
+    real, size = real.view(b, 1, 1), size.view(b, 1, 1)
+    used = ((real + (size - 1)) // size).clamp(min=1)
+    rank = (mine - back) % used * size + seat  # (b g look*seats)
+    taken = ((seat < size) & (rank < real) & (torch.maximum(mine, back) < used)).unsqueeze(1)
+    rank = (rank.unsqueeze(1) * taken).expand(b, h, -1, -1)
+    order = valid_first(ranks, valid.unsqueeze(1))
+    keys = order.gather(2, rank.flatten(2)).view_as(rank).masked_fill(~taken, -1)
+    return keys[..., :seats], keys
+
+
+def _equal_blocks(order: Tensor, most: int, look: int) -> tuple[Tensor, Tensor]:
+    """``blocks`` of everybody: their size is known beforehand, and two launches make them."""
+    b, h, n = order.shape
+    size = -(-n // most)
+    g = -(-n // size)
+    padded = order if g * size == n else torch.nn.functional.pad(order, (0, g * size - n), value=-1)
+    table = padded.view(b, h, g, size)
+    return table, torch.cat([table.roll(back, 2) if back else table for back in range(min(look, g))], -1)
+
+
 def tiles(labels: Tensor, clusters: int, seats: int) -> tuple[Tensor, Tensor]:
     """Queries of one cluster in tiles of ``seats``: the table (b h g seats), and each cluster's first tile (b h c+1).
 

@@ -183,6 +183,74 @@ def test_centroids_have_one_gradient_whatever_else_is_trained(settings: dict[str
     close(*found)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"similarity": "inner"}, {"scope": "shared"}, {"assign": "similarity"}, {"spread": True, "ties": "turns"}],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_memberships_have_one_gradient_wherever_they_are_made(settings: dict[str, Any], padded: bool) -> None:
+    """Made with the groups, their backward is written out; for groups that are given, and where the losses train all of
+    the model, it is autograd's."""
+    x = draw(n=22, m=22, h=4, hk=4)
+    g = torch.Generator().manual_seed(2)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
+    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(22) < torch.tensor([[22], [13]]) if padded else None
+    found = []
+    for trains in ("centroids", "all"):
+        method = ca.ClusterFormer(clusters=3, trains=trains, affinity=3.0, sharpness=2.0, balance=1.0, **settings)
+        more = {"points": points, "state": start, "key_mask": mask, "query_mask": mask}
+        groups = x.groups(method, **more)
+        for given in (None, groups):
+            out, state = x.attend(method, **more, groups=given, return_state=True)
+            task = torch.autograd.grad(out.sin().sum(), (points, start), retain_graph=True)
+            found.append((out, *task, *torch.autograd.grad(state.balance_loss + state.clustering_loss, start)))
+    for each in found[1:]:
+        close(found[0], each)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize(("n", "clusters"), [(24, 4), (22, 4), (22, 9), (3, 5)])
+@pytest.mark.parametrize("ties", ["forward", "turns"])
+def test_a_mask_that_hides_nobody_changes_no_seat(n: int, clusters: int, blocks: int, ties: str) -> None:
+    """Without a mask lengths are known beforehand, and tables are cut another way."""
+    x = draw(n=n, m=n)
+    method = ca.ClusterFormer(clusters=clusters, blocks=blocks, ties=ties)
+    everyone = torch.ones(2, n, dtype=torch.bool)
+    plain, masked = x.groups(method), x.groups(method, key_mask=everyone, query_mask=everyone)
+    for one, other in ((plain.queries, masked.queries), (plain.keys, masked.keys)):
+        for row, its in zip(one.flatten(0, 1), other.flatten(0, 1), strict=True):
+            seats, wanted = ([sorted(each[each >= 0].tolist()) for each in table] for table in (row, its))
+            assert [each for each in seats if each] == [each for each in wanted if each]
+
+
+class Counted(TorchDispatchMode):
+    """How many operators ran that are more than another view of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (op.is_view or "empty" in op.name() or op.name() in ("aten::_unsafe_view", "aten::detach"))
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_grouping_takes_few_operators() -> None:
+    """Each is a launch on a GPU, where small models wait for launches: it once took 258 of them."""
+    x, size = draw(n=64, m=64, h=4, hk=4, dtype=torch.float32), 24
+    points = torch.randn(2, 64, size, requires_grad=True)
+    start = torch.randn(8, size, requires_grad=True)
+    method = ca.ClusterFormer(clusters=8, affinity=8.0, sharpness=5.0, ties="turns", balance=0.1)
+    call = checked_call(method, x.q, x.k, x.v, None, None, None, False, None, None, 0, "reference", points)
+    call = dataclasses.replace(with_extras(call, method, x.q, x.k, None, 0.0, start, False, True), soon=True)
+    with Counted() as counted:
+        groups, state = method.group(x.q, x.k, call)
+        loss = state.clustering_loss + state.sorting_loss + state.balance_loss
+        (loss + groups.member.sin().sum() + state.centroids.sum()).backward()
+    assert counted.count < 140
+
+
 def test_losses_that_train_the_centroids_keep_no_more_than_the_points() -> None:
     n, dim = 400, 32  # 20 clusters: as many shares in each head as features
     x = draw(b=1, n=n, m=n, h=4, hk=4)
