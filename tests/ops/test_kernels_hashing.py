@@ -11,6 +11,7 @@ import torch
 import clusterattn as ca
 from clusterattn.ops import choose, draw
 from clusterattn.ops._jit import HAVE_TRITON
+from clusterattn.ops.bucketed import kernels as bucketed_kernels
 from clusterattn.ops.bucketed import lists
 from clusterattn.ops.draw import kernels as draw_kernels
 from clusterattn.ops.hashing import kernels as hashing_kernels
@@ -61,10 +62,10 @@ def test_scores(lifted: bool, padding: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
-@pytest.mark.parametrize("each", [1, 16, 21, 150])
-def test_polytope_finds_the_nearest_direction(each: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("each", "rounds", "n"), [(1, 2, 37), (16, 3, 137), (21, 5, 37), (150, 2, 137), (300, 2, 37)])
+def test_polytope_finds_the_nearest_direction(each: int, rounds: int, n: int, dtype: torch.dtype) -> None:
     """An equal hash, or a direction that is as near within the rounding of the inputs."""
-    x, drawn = tokens(2, 2, 37, 20, dtype=dtype), tokens(2, each, 20, seed=9)
+    x, drawn = tokens(2, 2, n, 20, dtype=dtype), tokens(rounds, each, 20, seed=9)
     for buckets in (None, torch.tensor([[2 * each], [max(each, 1)]], device=DEVICE)):
         fast, plain = FAST.polytope(x, drawn, buckets).long(), PLAIN.polytope(x, drawn, buckets)
         half = (torch.tensor([[each], [each]], device=DEVICE) if buckets is None else (buckets + 1) // 2).view(
@@ -171,6 +172,31 @@ def test_seats_joined_and_lonely_tokens(spec: str, causal: bool, dtype: torch.dt
         errors = [float((y.double() - exact).detach()[there].abs().max()) for y in (fast, plain)]
         least = 8 * torch.finfo(dtype).eps * float(exact.detach()[there].abs().max())
         assert errors[0] <= max((2 if place < 2 else 3) * errors[1], least)
+
+
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("chunk", [27, 64])
+def test_chunks_are_walked_past(chunk: int, causal: bool, back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the second half of a bucket's keys is not what the bucket before has first."""
+    monkeypatch.setattr(bucketed_kernels, "TURNS", 2)
+    n, spec = 5 * chunk - 11, f"reformer:rounds=3,chunk={chunk}"
+    q, v, keep = tokens(2, 2, n, 20, dtype=HALF), tokens(2, 2, n, 36, dtype=HALF, seed=6), some(2, n, 30)
+    options = {"method": spec, "causal": causal, "key_mask": keep, "return_lse": True}
+    groups = ca.groups(q, q, method=spec, causal=causal, key_mask=keep, backend="reference")
+    assert isinstance(groups, ca.Buckets)
+    if not back:
+        own, before = groups.keys.chunk(2, -1)
+        groups = ca.Buckets(groups.queries, torch.cat([own, before.flip(2)], -1), groups.rounds, groups.copies)
+    fast, plain, exact = (
+        ca.attention(q.to(kind), q.to(kind), v.to(kind), groups=groups, backend=backend, **options)
+        for kind, backend in ((HALF, "triton"), (HALF, "reference"), (torch.float64, "reference"))
+    )
+    for mine, theirs, right in zip(fast, plain, exact, strict=True):
+        there = right.isfinite()
+        assert torch.equal(mine.isfinite(), there)
+        errors = [float((y.double() - right)[there].abs().max()) for y in (mine, theirs)]
+        assert errors[0] <= max(2 * errors[1], 8 * torch.finfo(HALF).eps * float(right[there].abs().max()))
 
 
 def test_opcheck() -> None:

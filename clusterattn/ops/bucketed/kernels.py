@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._jit import in_turn, jit, power, precision, rows, tl
+from .._jit import THIN, in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from .lists import gather_sum, join_lists, nothing, seat_lists
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["forward", "gather_sum"]
 
 LOG2E = 1.4426950408889634
+TURNS = 16  # buckets that one program walks past
 ONCE, BY_POSITION, BY_SEAT = 0, 1, 2  # where a seat's answer goes: straight out, to its round's copy, to a seat's row
 
 
@@ -30,7 +31,7 @@ ONCE, BY_POSITION, BY_SEAT = 0, 1, 2  # where a seat's answer goes: straight out
 def _gathered(X, at, columns, width, row_stride):
     """Rows of a head by position, 0 for nobody's (-1)."""
     return tl.load(
-        X + at[:, None] * row_stride + columns[None, :],
+        X + at.to(tl.int64)[:, None] * row_stride + columns[None, :],
         mask=(at >= 0)[:, None] & (columns < width)[None, :], other=0.0,
     )  # fmt: skip
 
@@ -140,6 +141,72 @@ def bucketed_fwd_kernel(
 
 
 @jit
+def _looks_back(KEYS, bucket, first, last, s, TURNS: tl.constexpr, BS: tl.constexpr):
+    """Are the second halves of the keys of buckets first + 1 .. last - 1 the first halves of the buckets before them?
+    ``bucket``: the first of their round."""
+    which, seat = first + 1 + tl.arange(0, TURNS), tl.arange(0, BS)
+    there = (which < last)[:, None] & (seat < s)[None, :]
+    place = KEYS + ((bucket + which) * 2 * s)[:, None] + seat[None, :]
+    mine, theirs = tl.load(place + s, mask=there, other=-1), tl.load(place - 2 * s, mask=there, other=-1)
+    return tl.max(tl.max((mine != theirs).to(tl.int32), 1), 0) == 0
+
+
+@jit
+def walk_fwd_kernel(
+    Q, K, V, QUERIES, KEYS, OUT, LSE,
+    n, d, e, g, s, rounds, heads, group, stretches, scale, offset, left, right,
+    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
+    WINDOW: tl.constexpr, OTHERS: tl.constexpr, TURNS: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Buckets of s queries and 2 s keys, up to TURNS of them one after the other. A step reads half of a bucket's keys,
+    which the queries at hand see as their second half, and those of the next bucket as their first: where a bucket's
+    second half is what the bucket before has first (chunks that look back), every key is read once; otherwise every
+    other step takes up no queries, and twice as many read all."""
+    in_turn()
+    lead, each = tl.program_id(1).to(tl.int64), g // rounds
+    one, first = tl.program_id(0) // stretches, tl.program_id(0) % stretches * TURNS
+    last, bucket, batch, head = tl.minimum(first + TURNS, each), lead * g + one * each, lead // heads, lead % heads
+    seat, dims, values = tl.arange(0, BS), tl.arange(0, BD), tl.arange(0, BE)
+    Q += batch * sqb + head * sqh
+    K += batch * skb + (head // group) * skh
+    V += batch * svb + (head // group) * svh
+    OUT += (lead * rounds + one) * n * e
+    LSE += (lead * rounds + one) * n
+    back = _looks_back(KEYS, bucket, first, last, s, TURNS, BS)
+    query, q = tl.full((BS,), -1, tl.int32), tl.zeros((BS, BD), Q.dtype.element_ty)
+    highest, total, out = tl.zeros((BS,), tl.float32), tl.zeros((BS,), tl.float32), tl.zeros((BS, BE), tl.float32)
+    for step in tl.range(0, tl.where(back, last - first + 1, 2 * (last - first)), num_stages=STAGES):
+        now = first + tl.where(back, tl.maximum(step - 1, 0), step // 2)
+        own = tl.where(back, step > 0, step % 2 == 1)
+        then = tl.where(back, first + step, tl.where(own, last, now))
+        key = tl.load(KEYS + (bucket + now) * 2 * s + tl.where(own, 0, s) + seat, mask=seat < s, other=-1).to(tl.int32)
+        k, v = _gathered(K, key, dims, d, skm), _gathered(V, key, values, e, svm)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        logits = _unseen(logits, query, key, offset, left, right, WINDOW, OTHERS)
+        new = tl.maximum(highest, tl.max(logits, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        p, fade = tl.exp2(logits - level[:, None]), tl.exp2(highest - level)
+        total = total * fade + tl.sum(p, 1)
+        out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision=PRECISION)
+        safe, there = tl.where(total > 0, total, 1.0), query >= 0
+        lse = tl.where(total > 0, (tl.log2(safe) + new) * 0.6931471805599453, float("-inf"))
+        tl.store(
+            OUT + query.to(tl.int64)[:, None] * e + values[None, :],
+            (out * (1.0 / safe)[:, None]).to(OUT.dtype.element_ty),
+            mask=there[:, None] & (values < e)[None, :],
+        )
+        tl.store(LSE + query, lse, mask=there)
+        query = tl.load(QUERIES + (bucket + then) * s + seat, mask=(seat < s) & (then < last), other=-1).to(tl.int32)
+        q = _gathered(Q, query, dims, d, sqn)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        logits = _unseen(logits, query, key, offset, left, right, WINDOW, OTHERS)
+        highest = tl.max(logits, 1)
+        p = tl.exp2(logits - tl.where(highest == float("-inf"), 0.0, highest)[:, None])
+        out, total = tl.dot(p.to(v.dtype), v, input_precision=PRECISION), tl.sum(p, 1)
+
+
+@jit
 def join_kernel(
     PART, PART_LSE, Q, K, V, KEPT, OUT, LSE, ALONE, n, m, d, e, heads, group, scale, offset, less,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm,
@@ -159,13 +226,13 @@ def join_kernel(
     for one in tl.static_range(ROUNDS):
         place = (lead * ROUNDS + one) * n + at
         weight = tl.exp(tl.load(PART_LSE + place, mask=here, other=float("-inf")) - level)
-        part = tl.load(
-            PART + place[:, None] * e + values[None, :], mask=(weight > 0)[:, None] & (values < e)[None, :], other=0.0
-        )
+        # asked for before the weight is known: who had no seat in this round left anything there
+        part = tl.load(PART + place[:, None] * e + values[None, :], mask=here[:, None] & (values < e)[None, :], other=0)
+        part = tl.where((weight > 0)[:, None], part.to(tl.float32), 0.0)
         if one == 0:  # begin with the first: sums that begin with 0 trip Triton 3.6 where there is one round
-            total, out = weight, weight[:, None] * part.to(tl.float32)
+            total, out = weight, weight[:, None] * part
         else:
-            total, out = total + weight, out + weight[:, None] * part.to(tl.float32)
+            total, out = total + weight, out + weight[:, None] * part
     safe = tl.where(total > 0, total, 1.0)
     out = out * (1.0 / safe)[:, None]
     lse = tl.where(total > 0, tl.log(safe) + (level - less), float("-inf"))
@@ -176,11 +243,12 @@ def join_kernel(
         alone = here & (total == 0) & (beside >= 0)
         if HAS_MASK:
             alone = alone & (tl.load(KEPT + batch * m + beside, mask=alone, other=0) != 0)
-        mine, beside = tl.where(alone, at, -1).to(tl.int64), tl.where(alone, beside, -1)
-        q = _gathered(Q + batch * sqb + head * sqh, mine, dims, d, sqn).to(tl.float32)
-        k = _gathered(K + batch * skb + (head // group) * skh, beside, dims, d, skm).to(tl.float32)
-        v = _gathered(V + batch * svb + (head // group) * svh, beside, values, e, svm).to(tl.float32)
-        out, lse = tl.where(alone[:, None], v, out), tl.where(alone, tl.sum(q * k, 1) * scale, lse)
+        if tl.max(alone.to(tl.int32), 0) > 0:  # few tiles have one
+            query, key = tl.where(alone, at, -1), tl.where(alone, beside, -1)
+            q = _gathered(Q + batch * sqb + head * sqh, query, dims, d, sqn).to(tl.float32)
+            k = _gathered(K + batch * skb + (head // group) * skh, key, dims, d, skm).to(tl.float32)
+            v = _gathered(V + batch * svb + (head // group) * svh, key, values, e, svm).to(tl.float32)
+            out, lse = tl.where(alone[:, None], v, out), tl.where(alone, tl.sum(q * k, 1) * scale, lse)
         tl.store(ALONE + to, alone.to(tl.int8), mask=here)
     tl.store(
         OUT + to[:, None] * e + values[None, :],
@@ -224,6 +292,13 @@ def written(rounds: int, or_self: bool) -> int:
     return BY_SEAT if rounds < 1 else ONCE if rounds == 1 and not or_self else BY_POSITION
 
 
+def walks(q: Tensor, v: Tensor, seating: Seating) -> bool:
+    """Chunks that see the one before (copies) are walked past, where registers hold the tiles."""
+    s, z = seating.queries.shape[3], seating.keys.shape[3]
+    fits = q.element_size() == 2 and THIN <= power(s) <= 64 and power(q.shape[3]) + power(v.shape[3]) <= 256
+    return fits and seating.copies == 2 and z == 2 * s and seating.bias is None and seating.low is None
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, seating: Seating, key_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,9 +319,19 @@ def forward(
         part_lse = torch.empty(seats, dtype=torch.float32, device=q.device)
         nothing(part_lse)
     numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
-    launch(
-        bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers, WHERE=where, **tiles
-    )
+    if where == BY_POSITION and walks(q, v, seating):
+        stretches = cdiv(g // rounds, TURNS)
+        launch(
+            walk_fwd_kernel, (rounds * stretches, lead), (q, k, v, seating.queries, seating.keys, part, part_lse),
+            (n, d, e, g, s, rounds, h, h // k.shape[1], stretches, *numbers[-13:]),
+            **{name: tiles[name] for name in ("WINDOW", "OTHERS", "BS", "BD", "BE", "PRECISION")},
+            TURNS=TURNS, STAGES=3, num_warps=4,
+        )  # fmt: skip
+    else:
+        launch(
+            bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers,
+            WHERE=where, **(tiles if q.element_size() > 2 else {**tiles, "num_warps": 4}),
+        )  # fmt: skip
     alone = torch.empty(b, h, n if or_self else 0, dtype=torch.int8, device=q.device)
     if where == BY_SEAT:
         join_lists(seat_lists(seating.queries, n), part, part_lse, answer, weight)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch, workspace
+from ..kmeans.nearest_kernels import TILE, WHOLE, _numbered, crowded, spread
 from ..members.kernels import by_label
 
 LEAST_BITS = 18
 WIDEST = 8192  # numbers in a tile of rows
-COUNTED = 512  # chunks up to which their hashes are sorted by counting, with those of a stretch of tokens in registers
+COUNTED = 128  # chunks up to which their hashes are sorted by counting, with those of a stretch of tokens in registers
 PROGRAMS = 256  # that share a head at most
 
 
@@ -106,40 +107,84 @@ def lift_kernel(
 
 
 @jit
+def _longest(product, BN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Of each row's products (BN BR*BC) with the directions of each round, the one of the largest magnitude, packed:
+    above, the magnitude but for its last bits; below, BC where it is positive and how many columns are behind its own.
+
+    The largest and the smallest of numbers that carry their columns, three instructions for a product. Columns are told
+    apart in two steps: those eight apart lie in one thread, where their numbers are constants. As integers, negative
+    numbers are ordered by magnitude, and above all others where they are taken as unsigned.
+    """
+    bits = tl.reshape(product, (BN, BR, BC // 8, 8)).to(tl.int32, bitcast=True)
+    bits = _numbered(bits, -2 * BC, (BC - 8 - 8 * tl.arange(0, BC // 8))[None, None, :, None])
+    most = tl.max(bits, 2)
+    least = tl.max(bits.to(tl.uint32, bitcast=True), 2).to(tl.int32, bitcast=True)
+    most = (most & 0x7FFFFFFF) | tl.where(most < 0, 0, BC)
+    least = (least & 0x7FFFFFFF) | tl.where(least < 0, 0, BC)
+    return tl.max(tl.maximum(most, least) | (7 - tl.arange(0, 8))[None, None, :], 2)
+
+
+@jit
+def _hash(longest, half, BC: tl.constexpr):
+    """Which direction it is, after ``half`` of them those that were negative. Columns past the last direction hold it
+    again."""
+    column = tl.minimum(BC - 1 - (longest & (BC - 1)), half - 1)
+    return column + tl.where((longest & BC) == 0, half, 0)
+
+
+@jit
+def _taking_part(BUCKETS, lead, heads, directions, HAS_BUCKETS: tl.constexpr):
+    """How many directions there are for the tokens of a sequence."""
+    half = directions
+    if HAS_BUCKETS:
+        half = ((tl.load(BUCKETS + lead // heads) + 1) // 2).to(tl.int32)
+    return half
+
+
+@jit
 def polytope_kernel(
     X, DRAWN, BUCKETS, HASHES, n, d, directions, rounds, heads, sxb, sxh, sxn,
-    HAS_BUCKETS: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_BUCKETS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The direction with the largest product in absolute value, and its sign.
-
-    Column and sign ride in the lowest bits of the product's magnitude: one integer maximum finds value and place.
-    """
+    """The direction with the largest product in absolute value, and its sign; directions block by block."""
     in_turn()
     lead = tl.program_id(1).to(tl.int64)
     at, dims, column = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BC)
     x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn)
-    half = directions
-    if HAS_BUCKETS:
-        half = ((tl.load(BUCKETS + lead // heads) + 1) // 2).to(tl.int32)
+    half = _taking_part(BUCKETS, lead, heads, directions, HAS_BUCKETS)
     for one in range(rounds):
         best, place = tl.full((BN,), -1, tl.int32), tl.zeros((BN,), tl.int32)
-        for first in range(0, directions, BC):
-            which = first + column
-            drawn = tl.load(
-                DRAWN + (one * directions + which)[:, None] * d + dims[None, :],
-                mask=(which < directions)[:, None] & (dims < d)[None, :], other=0.0,
-            )  # fmt: skip
-            product = tl.dot(x, tl.trans(drawn), input_precision=PRECISION).to(tl.int32, bitcast=True)
-            packed = (product & (0x80000000 - 2 * BC)) | ((BC - 1 - column)[None, :] + tl.where(product < 0, 0, BC))
-            if HAS_BUCKETS or not EVEN:
-                packed = tl.where((which < half)[None, :], packed, -1)
-            top = tl.max(packed, 1)
-            code = top & (2 * BC - 1)
-            found = first + (BC - 1 - (code & (BC - 1))) + tl.where(code < BC, half, 0)
-            better = (top | (2 * BC - 1)) > (best | (2 * BC - 1))
-            place, best = tl.where(better | (first == 0), found, place), tl.maximum(best, top)
+        for first in range(0, half, BC):
+            which = one * directions + tl.minimum(first + column, half - 1)
+            drawn = tl.load(DRAWN + which[:, None] * d + dims[None, :], mask=(dims < d)[None, :], other=0.0)
+            product = tl.dot(x, tl.trans(drawn), input_precision=PRECISION)
+            longest = tl.reshape(_longest(product, BN, 1, BC), (BN,))
+            better = (longest | (2 * BC - 1)) > (best | (2 * BC - 1))
+            found = _hash(longest, half - first, BC) + tl.where((longest & BC) == 0, first, 0) + first
+            place, best = tl.where(better | (first == 0), found, place), tl.maximum(best, longest)
         tl.store(HASHES + (lead * rounds + one) * n + at, place, mask=at < n)
+
+
+@jit
+def polytope_whole_kernel(
+    X, DRAWN, BUCKETS, HASHES, n, d, directions, rounds, heads, stretch, sxb, sxh, sxn,
+    HAS_BUCKETS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same with all directions of BR rounds at once, which stay in shared memory while a stretch of rows passes."""
+    in_turn()
+    lead, groups = tl.program_id(1).to(tl.int64), tl.cdiv(rounds, BR)
+    first, low = tl.program_id(0) % groups * BR, tl.program_id(0) // groups * stretch
+    half = _taking_part(BUCKETS, lead, heads, directions, HAS_BUCKETS)
+    dims, column, one = tl.arange(0, BD), tl.arange(0, BR * BC), first + tl.arange(0, BR)
+    which = tl.minimum(first + column // BC, rounds - 1) * directions + tl.minimum(column % BC, half - 1)
+    drawn = tl.load(DRAWN + which[:, None] * d + dims[None, :], mask=(dims < d)[None, :], other=0.0)
+    for start in tl.range(low, min(n, low + stretch), BN, num_stages=STAGES):
+        at = start + tl.arange(0, BN)
+        x = _rows_of(X, lead, heads, at, dims, n, d, sxb, sxh, sxn)
+        place = _hash(_longest(tl.dot(x, tl.trans(drawn)), BN, BR, BC), half, BC)
+        to = (lead * rounds + one)[None, :] * n + at[:, None]
+        tl.store(HASHES + to, place, mask=(at < n)[:, None] & (one < rounds)[None, :])
 
 
 @jit
@@ -291,17 +336,26 @@ def polytope(x: Tensor, drawn: Tensor, buckets: Tensor | None) -> Tensor:
     x, drawn = rows(x), drawn.to(x.dtype).contiguous()
     (b, h, n, d), (rounds, each) = x.shape, drawn.shape[:2]
     hashes = torch.empty(b, h, rounds, n, dtype=torch.int32, device=x.device)
-    half = x.dtype != torch.float32
-    tile, columns, warps = (128, 128, 8) if half and d <= 128 else (64, 64, 4)
+    half, columns, strides = x.dtype != torch.float32, power(each), x.stride()[:3]
+    tensors = (x, drawn, x if buckets is None else buckets.reshape(-1).contiguous(), hashes)
+    if half and d <= 128 and columns <= WHOLE:
+        together = min(power(rounds, least=1), WHOLE // columns)
+        groups = cdiv(rounds, together)
+        fit = 2 + (together * columns <= 128) + (d <= 64)  # programs on a multiprocessor
+        programs, stretch = spread(n, b * h * groups, x, fit)
+        launch(
+            polytope_whole_kernel, (programs * groups, b * h), tensors, (n, d, each, rounds, h, stretch, *strides),
+            HAS_BUCKETS=buckets is not None, BN=TILE, BD=power(d), BR=together, BC=columns, STAGES=3, num_warps=4,
+            **crowded(x, fit),
+        )  # fmt: skip
+        return hashes
+    tile, warps = (128, 8) if half and d <= 128 else (64, 4)
     if not half and d > 128:  # a product of three takes twice the shared memory
-        tile = columns = 32
-    columns = min(columns, power(each))
+        tile = 32
     launch(
-        polytope_kernel, (cdiv(n, tile), b * h),
-        (x, drawn, buckets.reshape(-1).contiguous() if buckets is not None else x, hashes),
-        (n, d, each, rounds, h, *x.stride()[:3]),
-        HAS_BUCKETS=buckets is not None, EVEN=each % columns == 0, BN=tile, BD=power(d), BC=columns,
-        PRECISION=precision(x), num_warps=warps,
+        polytope_kernel, (cdiv(n, tile), b * h), tensors, (n, d, each, rounds, h, *strides),
+        HAS_BUCKETS=buckets is not None, BN=tile, BD=power(d), BC=min(tile, columns), PRECISION=precision(x),
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
     return hashes
 
