@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import clusterattn as ca
 from clusterattn import _replay
+from clusterattn.methods import _grouping
 from clusterattn.ops._jit import HAVE_TRITON
-from clusterattn.ops._recorder import MEMORY, Lanes, Recorder, Slot
+from clusterattn.ops._recorder import MEMORY, Lanes, Launch, Recorder, Slot
 from clusterattn.ops._tape import _laid_out
 
 kernels = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -335,6 +336,28 @@ def test_what_two_lanes_use_lies_apart():
     assert len({at["of one"], at["of the other"], at["handed on"]}) == 3
     assert at["after"] != at["handed on"]
     assert size == 3 * 256
+
+
+@kernels
+def test_parts_that_need_no_clusters_are_made_beside_them(monkeypatch):
+    """From the first kernel on; near keys are chosen in the clusters' lane, and far keys come when both are done."""
+    monkeypatch.setattr(_grouping, "FROM_STARTS", 2)
+    x = tensors(3)
+    _replay.replay(False)
+    want = answers(x, method=METHODS[0])
+    _replay.replay(True)
+    for _ in range(3):
+        assert all(torch.equal(got, right) for got, right in zip(answers(x, method=METHODS[0]), want, strict=True))
+    with torch.no_grad(), Recorder(x) as recorder:
+        the_kind().ordinary(*x, 0, None, None)
+    steps, met = recorder.steps, recorder.steps.index(Lanes(part=False))
+    launches = [(i, step.kernel.__name__, step.lane) for i, step in enumerate(steps) if isinstance(step, Launch)]
+    assert steps[0] == Lanes(part=True)
+    assert steps.count(Lanes(part=True)) == steps.count(Lanes(part=False)) == 1
+    assert {name for _, name, lane in launches if lane} >= {"view_kernel", "beside_kernel", "place_kernel"}
+    assert {name for i, name, lane in launches if not lane and i < met} >= {"covariance_kernel", "select_kernel"}
+    assert all(lane == 0 for i, _, lane in launches if i > met)
+    assert "coarse_fwd_kernel" in {name for i, name, _ in launches if i > met}
 
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs want a GPU")

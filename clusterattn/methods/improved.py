@@ -61,25 +61,44 @@ class Improved(Clustered):
         return "strict" if self.centroids_from == "past" else "value"
 
     def group(self, q: Tensor, k: Tensor, call: Call) -> tuple[Clusters, None]:
-        clusters, _ = super().group(q, k, call)
-        if self.parts == 1:
-            return clusters, None
-        if call.parts is not None:
-            return replace(clusters, parts=self._sorted(call.parts, k, call)), None
+        if self.parts == 1 or call.parts is not None:
+            clusters, _ = super().group(q, k, call)
+            known = None if self.parts == 1 or call.parts is None else self._sorted(call.parts, k, call)
+            return replace(clusters, parts=known), None
         if call.mask.causal:
             raise bad_value("parts=1 in a causal call", f"parts={self.parts}", "parts=1, or leaving it out")
         if call.values is None:
             raise bad_value("the values as well: keys are grouped beside them", "v=None", "ca.groups(q, k, v, ...)")
-        count, v = self.parts, call.values
-        steps, sample = self.steps, self.sample if self.sample is not None else max(q.shape[2], k.shape[2])
+        if _grouping.from_starts(self):
+            made = self._parts_aside(q, k, call.values, call)
+            clusters, _ = super().group(q, k, call)
+            return replace(clusters, parts=made), None
+        clusters, _ = super().group(q, k, call)
         if call.soon:  # near keys are chosen meanwhile
             from ..ops._aside import part
 
-            part(k, clusters.means, *([] if call.mask.keys is None else [call.mask.keys]))
+            part(k, clusters.means, *_masks(call))
+        return replace(clusters, parts=self._parts(q, k, call.values, clusters, call)), None
+
+    def _parts_aside(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Parts:
+        """Parts that need no clusters, made beside these and their near keys."""
+        if not call.soon:
+            return self._parts(q, k, v, None, call)
+        from ..ops._aside import beside, part
+
+        there = q, k, v, *_masks(call)
+        part(*there)
+        with beside(*there) as chain:
+            made = self._parts(q, k, v, None, call)
+            found = made.members
+            chain.gives(made.labels, *([] if found is None else (found.order, found.first, found.place, found.largest)))
+        return made
+
+    def _parts(self, q: Tensor, k: Tensor, v: Tensor, clusters: Clusters | None, call: Call) -> Parts:
         rows, call = self._in_one(q.detach(), k, call)
-        shared = replace(clusters, labels=self._together(clusters.labels, k))
-        made = _grouping.parts(rows, k.detach(), v, shared, count, steps, self.start, sample, call)
-        return replace(clusters, parts=made), None
+        if clusters is not None:
+            clusters = replace(clusters, labels=self._together(clusters.labels, k))
+        return _grouping.parts(rows, k.detach(), v, clusters, self, call)
 
     def _answer(
         self, q: Tensor, k: Tensor, v: Tensor, groups: Clusters, call: Call, reach: tuple[int, int, int]
@@ -118,3 +137,7 @@ class Improved(Clustered):
     def grouping_cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         clusters = super().grouping_cost(n, m, d, e, causal=causal, group=group)
         return clusters + (_grouping.parts_cost(n, m, d, e, self, group) if 1 < self.parts < m else 0)
+
+
+def _masks(call: Call) -> list[Tensor]:
+    return [each for each in (call.mask.keys, call.mask.queries) if each is not None]

@@ -9,8 +9,10 @@ microseconds of a call). So streams part where a graph is captured:
     with beside(c, k) as chain:
         near = ...  # runs since ``part``
         chain.gives(near)
+    ...  # the caller's, too
     joined()  # from here on near may be read
 
+So near keys run beside the making of parts; or, where parts need no clusters, these beside clusters and near keys.
 Whoever parts sees to it that ``joined`` is called, whatever happens; it may be called more often. A recorder (see
 _recorder.py) notes the chain: its tape may become a graph.
 """
@@ -74,9 +76,9 @@ class Chain:
         """Was all of this there when the streams parted? Not a copy that was made since."""
         return {x.data_ptr() for x in reads} <= {x.data_ptr() for x in self.there}
 
-    def gives(self, *made: Tensor) -> None:
+    def gives(self, *made: Tensor | None) -> None:
         """Tensors that will be read once the chain is joined."""
-        self._given += made
+        self._given += (x for x in made if x is not None)
 
     def join(self) -> None:
         if self.recorder is not None:
@@ -105,10 +107,10 @@ def part(*there: Tensor) -> None:
 
 @contextmanager
 def beside(*reads: Tensor) -> Iterator[Chain]:
-    """What is launched within runs beside what was launched since ``part``; where nothing parted, behind it."""
+    """What is launched within runs beside what the caller launches since ``part`` until ``joined``; what reads more
+    than was there then runs as the caller's."""
     chain = aside.chain
     if chain is None or not chain.serves(reads):
-        joined()
         yield Chain((), None, None)
         return
     if chain.recorder is not None:

@@ -70,16 +70,22 @@ def parts(
         ways = min(max(_grouping.DIRECTIONS * hk // h, 1), queries.length)
         spread = min(_grouping.SPREAD_SAMPLE, keys.length)
         asked_at, asked = queries.draw(call.seed, draw.STREAM_RESIDUALS, ways)
-        asking = queries.gather(q, asked_at, "parts, queries")
-        theirs = queries.ranks.reduce(rows_at(found.labels.unsqueeze(-1), asked_at), "parts, queries").squeeze(-1)
         spread_at, spreading = keys.draw(call.seed, draw.STREAM_KEYS, spread)
         pool_at, real = _pool(keys, count, method.start, call, _grouping.KEYS[0])
         at, d = torch.cat([spread_at, pool_at], -1), k.shape[3]
         both = keys.gather(torch.cat([k, v], -1), at, "parts, starts and spread")
         gathered_k, gathered_v = both[..., :d], both[..., d:]
-        seen = call.ops.view(
-            asking, gathered_k, gathered_v, found.means.detach(), theirs, lots(asked, h), lots(spreading, hk)
-        )
+        if _grouping.from_starts(method):
+            most = min(method.clusters, _grouping.MOST_STARTS, queries.length)
+            starts_at, started = queries.draw(call.seed, draw.STREAM_STARTS, most)
+            asking = queries.gather(q, torch.cat([asked_at, starts_at], -1), "parts, queries")
+            starts = torch.where(lots(started, h) < 0, -1, lots(started, h) + ways)
+            of: dict[str, Tensor] = {"starts_at": starts}
+        else:
+            asking = queries.gather(q, asked_at, "parts, queries")
+            theirs = queries.ranks.reduce(rows_at(found.labels.unsqueeze(-1), asked_at), "parts, queries").squeeze(-1)
+            of = {"means": found.means.detach(), "labels": theirs}
+        seen = call.ops.view(asking, gathered_k, gathered_v, lots(asked, h), lots(spreading, hk), **of)
 
         def points_at(at: Tensor | None) -> Tensor:
             points: Tensor = call.ops.beside(*(x if at is None else rows_at(x, at) for x in (k, v)), seen)[0]

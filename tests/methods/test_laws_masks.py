@@ -11,6 +11,7 @@ import torch
 from laws import Case, Inputs, close, draw, gradients, kinds, over, padded, same_bits
 
 import clusterattn as ca
+from clusterattn.methods import _grouping
 
 JUNK = {"nan": float("nan"), "inf": float("inf"), "huge": 3e38, "zero": 0.0}
 
@@ -66,6 +67,20 @@ def test_padded_equals_unpadded(case: Case, padding: str) -> None:
         kept, shown = x.query_mask[row], x.key_mask[row]
         alone = Inputs(x.q[row : row + 1, :, kept], x.k[row : row + 1, :, shown], x.v[row : row + 1, :, shown])
         close([part[row : row + 1, :, kept] for part in got], alone.attend(case.method, return_lse=True))
+
+
+@pytest.mark.parametrize("padding", laws.PADDINGS)
+@pytest.mark.parametrize("share_heads", [False, True])
+@pytest.mark.parametrize("clusters", [5, 500])  # fewer than queries; more
+def test_parts_seen_from_starts_know_no_padding(
+    clusters: int, share_heads: bool, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_grouping, "FROM_STARTS", 2)
+    method = ca.Refined(clusters=clusters, top=4, steps=2, parts=6, slope=True, start="random", share_heads=share_heads)
+    assert _grouping.from_starts(method)
+    case = Case("refined-starts", method, None)
+    test_the_content_of_padding_changes_no_bit(case, padding)
+    test_padded_equals_unpadded(case, padding)
 
 
 @over(laws.CAUSAL)

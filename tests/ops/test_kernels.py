@@ -163,22 +163,27 @@ def test_groups_are_equally_good(metric: str, start: str) -> None:
 
 
 def seen_keys(
-    heads: int, dtype: torch.dtype, backend: str, d: int = 24
+    heads: int, dtype: torch.dtype, backend: str, d: int = 24, starts: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, beside.View]:
-    """Keys, values and what they are seen by."""
+    """Keys, values and what they are seen by: from so many starts, or from means."""
     (q, k, v), _, _ = inputs((1, heads, 2, 50, 70, d, 40), dtype)
     clusters = ca.groups(q, k, method="refined:clusters=4,top=2,parts=1,slope=false,steps=2", backend="reference")
     draw_at = torch.Generator().manual_seed(3)
     queries_at = torch.randint(50, (1, heads, 6), generator=draw_at).to(DEVICE)
     keys_at = torch.randint(70, (1, 2, 40), generator=draw_at).to(DEVICE)
     queries_at[..., -1], keys_at[..., -2:] = -1, -1
-    return k, v, choose(backend).view(q, k, v, clusters.means, clusters.labels, queries_at, keys_at)
+    of = {"means": clusters.means, "labels": clusters.labels}
+    if starts:
+        of = {"starts_at": torch.randint(50, (1, heads, starts), generator=draw_at).to(DEVICE)}
+        of["starts_at"][..., starts // 2 :: 3] = -1
+    return k, v, choose(backend).view(q, k, v, queries_at, keys_at, **of)
 
 
+@pytest.mark.parametrize("starts", [0, 5, 80])
 @pytest.mark.parametrize("heads", [2, 4], ids=["own", "grouped"])
-def test_keys_beside_values_are_the_same_points(heads: int) -> None:
+def test_keys_beside_values_are_the_same_points(heads: int, starts: int) -> None:
     (plain, *_), (kernel, *_) = (
-        choose(name).beside(*seen_keys(heads, torch.float32, name)) for name in ("reference", "triton")
+        choose(name).beside(*seen_keys(heads, torch.float32, name, starts=starts)) for name in ("reference", "triton")
     )
     assert torch.allclose(plain, kernel, atol=1e-4)
     spread = plain[..., -40:].var(2, correction=0).sum(-1).sqrt()  # of the values, over all keys: nearly that of some
@@ -261,7 +266,8 @@ def test_opcheck_with_kernels() -> None:
             ops.near_and_far,
             (q, c.detach(), k, v, None, labels, order, first, *three, 0.25, 3, 0, 0, 0, 2, 1, False, "triton"),
         ),
-        (ops.view, (q.detach(), k.detach(), v.detach(), c.detach(), labels, at, at[:, :1], "triton")),
+        (ops.view, (q.detach(), k.detach(), v.detach(), c.detach(), labels, None, at, at[:, :1], "triton")),
+        (ops.view, (q.detach(), k.detach(), v.detach(), None, None, at, at, at[:, :1], "triton")),
         (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, None, None, "triton")),
         (ops.beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, at[:, :1], at[:, 1:, 1:], "triton")),
         (ops.nearest_beside, (k.detach(), v.detach(), k[:, :, :3].detach(), centres, *found, "triton")),

@@ -20,6 +20,7 @@ METHODS = {
     "improved": ca.Improved(top=6, bits=15, sample=50, **FEW),
     "improved, softmax": ca.Improved(top=6, metric="euclid", mass="softmax", **FEW),
     "refined": ca.Refined(top=6, parts=5, slope=True, sample=60, start="random", **FEW),
+    "refined, parts from starts": ca.Refined(clusters=64, top=6, parts=5, slope=True, steps=2, start="random"),
     "refined, few directions": ca.Refined(top=5, parts=1, slope=False, rank=6, start="far", **FEW),
     "refined, parts alone": ca.Refined(top=0, parts=5, slope=True, start="far", sample=30, **FEW),
     "refined, every key near": ca.Refined(top=500, parts=3, slope=True, start="far", **FEW),

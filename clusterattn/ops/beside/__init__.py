@@ -15,6 +15,9 @@ from torch import Tensor
 from .. import _backends
 from .._op import op
 from ..kmeans import Centres
+from .reference import EVERY
+
+__all__ = ["EVERY", "View", "beside", "nearest_beside", "view"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,19 @@ class View:
 
 @op("view")
 def _view(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
-    seen: tuple[Tensor, Tensor] = _backends.function("view", backend)(q, k, v, means, labels, queries_at, keys_at)
+    q: Tensor, k: Tensor, v: Tensor, means: Optional[Tensor], labels: Optional[Tensor], starts_at: Optional[Tensor],
+    queries_at: Tensor, keys_at: Tensor, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    run = _backends.function("view", backend)
+    seen: tuple[Tensor, Tensor] = run(q, k, v, means, labels, starts_at, queries_at, keys_at)
     return seen
 
 
 @_view.fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, means: Optional[Tensor], labels: Optional[Tensor], starts_at: Optional[Tensor],
+    queries_at: Tensor, keys_at: Tensor, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     (b, hk, _, d), ways = k.shape, queries_at.shape[2] * (q.shape[1] // k.shape[1])
     acc = torch.promote_types(k.dtype, torch.float32)
     return k.new_empty((b, hk, ways, d)), k.new_empty((b, hk, d + v.shape[3] + 1), dtype=acc)
@@ -95,14 +101,16 @@ def _(k: Any, v: Any, directions: Any, centres: Any, right: Any, *_: Any) -> int
 
 
 def view(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor, *,
+    q: Tensor, k: Tensor, v: Tensor, queries_at: Tensor, keys_at: Tensor, *,
+    means: Tensor | None = None, labels: Tensor | None = None, starts_at: Tensor | None = None,
     backend: str = "reference",
 ) -> View:  # fmt: skip
     """What keys k (b hk m d) and values v (b hk m e) are seen by: differences of the queries at queries_at (b h s) from
-    the means (b h c d) of their clusters (labels, b h n), r of them over the query heads of a key head. Either side
-    gets a spread of one over the keys at keys_at (b hk s); positions of -1 are nobody's."""
+    the means (b h c d) of their clusters (labels, b h n) or, given starts_at (b h c), each from that query among those
+    which is nearest as the keys see it; r of them over the query heads of a key head. Either side gets a spread of one
+    over the keys at keys_at (b hk s); positions of -1 are nobody's."""
     name = _backends.serving("view", backend, k, v, queries_at)
-    return View(*_view(q, k, v, means, labels, queries_at, keys_at, name))
+    return View(*_view(q, k, v, means, labels, starts_at, queries_at, keys_at, name))
 
 
 def beside(

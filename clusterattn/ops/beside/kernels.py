@@ -11,18 +11,66 @@ from torch import Tensor
 from .._jit import in_turn, jit, narrow, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..kmeans.nearest_kernels import TILE, crowded, highest_of, nearest, spread
+from .reference import EVERY
 
 MOST = 128  # centres that stay where they are while the keys pass
 
 
 @jit
+def _nearest_start(
+    q, Q, STARTS_AT, K, KEYS_AT, key_centre, mine, first_head, dims, c, t, d, group, sqh, sqn, skm, seh,
+    EVERY: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For each row of q, a query of the head ``mine``, the nearest of its head's queries at STARTS_AT, as some of the
+    keys at KEYS_AT see it: which of the starts, -1 where there is none. All in one pass over the keys for some of the
+    starts: sums of products, from which those of the means are taken off."""
+    wide = (dims < d)[None, :]
+    first = tl.load(STARTS_AT + mine * seh)  # all are taken relative to it: a shared offset costs digits
+    q -= tl.load(Q + (mine * sqh + first * sqn)[:, None] + dims[None, :], mask=(first >= 0)[:, None] & wide, other=0.0)
+    best, label, turns = tl.full((BR,), float("-inf"), tl.float32), tl.full((BR,), -1, tl.int32), tl.cdiv(c, BS)
+    for turn in range(group * turns):
+        head, begin = first_head + turn // turns, turn % turns * BS
+        of_head, which = STARTS_AT + head * seh, begin + tl.arange(0, BS)
+        at = tl.load(of_head + which, mask=which < c, other=-1)
+        base = tl.maximum(tl.load(of_head), 0)
+        start = tl.load(Q + head * sqh + at[:, None] * sqn + dims[None, :], mask=(at >= 0)[:, None] & wide, other=0.0)
+        origin = tl.load(Q + head * sqh + base * sqn + dims, mask=dims < d, other=0.0).to(tl.float32)
+        start = tl.where((at >= 0)[:, None], start.to(tl.float32) - origin[None, :], 0.0)
+        both, squares = tl.zeros((BR, BS), tl.float32), tl.zeros((BS,), tl.float32)
+        of_q, of_start, total = tl.zeros((BR,), tl.float32), tl.zeros((BS,), tl.float32), 0.0
+        for low in range(0, t, BK * EVERY):
+            slot = low + tl.arange(0, BK) * EVERY
+            key = tl.load(KEYS_AT + slot, mask=slot < t, other=-1)
+            real = (key >= 0)[:, None]
+            k = tl.load(K + key[:, None] * skm + dims[None, :], mask=real & wide, other=0.0).to(tl.float32)
+            k = tl.where(real, k - key_centre[None, :], 0.0)
+            seen = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            starts_seen = tl.dot(k, tl.trans(start), input_precision=PRECISION)
+            both = tl.dot(seen, starts_seen, both, input_precision=PRECISION)
+            squares += tl.sum(starts_seen * starts_seen, 0)
+            of_q += tl.sum(seen, 1)
+            of_start += tl.sum(starts_seen, 0)
+            total += tl.sum((key >= 0).to(tl.float32))
+        of_start = of_start / tl.maximum(total, 1.0)
+        scores = both - of_q[:, None] * of_start[None, :]
+        scores -= 0.5 * (squares - total * of_start * of_start)[None, :]
+        scores = tl.where((at >= 0)[None, :] & (mine == head)[:, None], scores, float("-inf"))
+        highest, index = tl.max(scores, axis=1, return_indices=True)
+        label = tl.where(highest > best, begin + index, label)
+        best = tl.maximum(best, highest)
+    return label
+
+
+@jit
 def view_kernel(
-    Q, K, V, MEANS, LABELS, QUERIES_AT, KEYS_AT, VIEW, CENTRES, n, c, s, t, d, e, heads, group,
-    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm, sab, sah, sbb, sbh,
-    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    Q, K, V, MEANS, LABELS, STARTS_AT, QUERIES_AT, KEYS_AT, VIEW, CENTRES, n, c, s, t, d, e, heads, group,
+    sqb, sqh, sqn, skb, skh, skm, svb, svh, svm, seb, seh, sab, sah, sbb, sbh,
+    HAS_STARTS: tl.constexpr, EVERY: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """VIEW (lead r d): differences of queries from their centroids, scaled; CENTRES (lead d+e+1): what is taken off the
-    keys and the values, and the spread of the values. heads: of the keys."""
+    keys and the values, and the spread of the values. heads: of the keys. HAS_STARTS: from the nearest of the queries
+    at STARTS_AT (b h c) instead."""
     in_turn()
     lead = tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, lead % heads
@@ -37,12 +85,21 @@ def view_kernel(
     value_centre = tl.load(v_base + anchor * svm + values, mask=long, other=0.0).to(tl.float32)
     mine = head * group + ways // s  # whose query
     at = tl.load(QUERIES_AT + batch * sab + mine * sah + ways % s, mask=ways < r, other=-1)
-    row = batch * heads * group + mine
-    label = tl.load(LABELS + row * n + at, mask=at >= 0, other=-1)
-    there = (label >= 0)[:, None] & wide[None, :]
-    q = tl.load(Q + batch * sqb + (mine * sqh + at * sqn)[:, None] + dims[None, :], mask=there, other=0.0)
-    mean = tl.load(MEANS + (row * c + label)[:, None] * d + dims[None, :], mask=there, other=0.0)
-    view = q.to(tl.float32) - mean.to(tl.float32)
+    q_base, is_q = Q + batch * sqb, (at >= 0)[:, None] & wide[None, :]
+    q = tl.load(q_base + (mine * sqh + at * sqn)[:, None] + dims[None, :], mask=is_q, other=0.0).to(tl.float32)
+    if HAS_STARTS:
+        starts = STARTS_AT + batch * seb
+        mine = tl.where(ways < r, mine, head * group)  # those that are none stand with the first head's
+        label = _nearest_start(q, q_base, starts, k_base, keys_at, key_centre, mine, head * group, dims, c, t, d, group,
+                               sqh, sqn, skm, seh, EVERY, BK, BS, BR, FULL)  # fmt: skip
+        start = tl.load(starts + mine * seh + label, mask=label >= 0, other=0)
+        mean = q_base + (mine * sqh + start * sqn)[:, None] + dims[None, :]
+    else:
+        row = batch * heads * group + mine
+        label = tl.load(LABELS + row * n + at, mask=at >= 0, other=-1)
+        mean = MEANS + (row * c + label)[:, None] * d + dims[None, :]
+    there = is_q & (label >= 0)[:, None]
+    view = tl.where(there, q - tl.load(mean, mask=there, other=0.0).to(tl.float32), 0.0)
     seen, values_seen = tl.zeros((BR,), tl.float32), tl.zeros((BE,), tl.float32)
     squares, value_squares, total = tl.zeros((BR,), tl.float32), tl.zeros((BE,), tl.float32), 0.0
     for first in range(0, t, BM):
@@ -155,8 +212,9 @@ def nearest_beside_kernel(
 
 
 def view(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, labels: Tensor | None, starts_at: Tensor | None,
+    queries_at: Tensor, keys_at: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v, queries_at, keys_at = rows(q), rows(k), rows(v), rows(queries_at), rows(keys_at)
     (h, n), (b, hk, _, d), e = q.shape[1:3], k.shape, v.shape[3]
     s, t, group = queries_at.shape[2], keys_at.shape[2], h // hk
@@ -165,12 +223,18 @@ def view(
     shape = _shape(k, v, directions)
     # one program for a head, which waits for memory: few turns
     many = max(32, min(256, (16384 if narrow(k, v) else 8192) // max(shape["BD"], shape["BE"])))
+    if starts_at is not None:
+        means, labels, starts, c = q, queries_at, rows(starts_at), starts_at.shape[2]
+    else:
+        assert means is not None
+        assert labels is not None
+        means, labels, starts, c = means.contiguous(), labels.contiguous(), queries_at, means.shape[2]
     launch(
-        view_kernel, (b * hk,),
-        (q, k, v, means.contiguous(), labels.contiguous(), queries_at, keys_at, directions, centres),
-        (n, means.shape[2], s, t, d, e, hk, group, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-         *queries_at.stride()[:2], *keys_at.stride()[:2]),
-        BM=many, PRECISION="tf32", num_warps=8, **shape,
+        view_kernel, (b * hk,), (q, k, v, means, labels, starts, queries_at, keys_at, directions, centres),
+        (n, c, s, t, d, e, hk, group, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+         *starts.stride()[:2], *queries_at.stride()[:2], *keys_at.stride()[:2]),
+        HAS_STARTS=starts_at is not None, EVERY=EVERY, BM=many, BK=max(32, min(64, many // 2)),
+        BS=min(64, many // 2, power(c)), PRECISION="tf32", FULL=precision(k), num_warps=8, **shape,
     )  # fmt: skip
     return directions, centres
 

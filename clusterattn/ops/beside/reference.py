@@ -1,8 +1,8 @@
 """Keys beside their values as the points of one space.
 
 Keys are told apart as the queries of a cluster do: by their products with some differences of queries from their
-centroids. Products and values are scaled to a spread of one, and taken off is what all share (the row of one key): it
-says nothing about who is alike, and costs digits in half precision.
+centroids, or from where these started. Products and values are scaled to a spread of one, and taken off is what all
+share (the row of one key): it says nothing about who is alike, and costs digits in half precision.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from torch import Tensor
 from .._chunks import wide
 from ..kmeans import reference as kmeans
 from ..kmeans.reference import rows_at
+from ..merge import NEVER
 from ..rows import broadcast
+
+EVERY = 4  # of the keys that tell the spread so many tell as well which start is nearest: one of four
 
 
 def _spread(x: Tensor, at: Tensor) -> Tensor:
@@ -26,16 +29,41 @@ def _spread(x: Tensor, at: Tensor) -> Tensor:
 
 
 def view(
-    q: Tensor, k: Tensor, v: Tensor, means: Tensor, labels: Tensor, queries_at: Tensor, keys_at: Tensor
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, labels: Tensor | None, starts_at: Tensor | None,
+    queries_at: Tensor, keys_at: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     (b, hk, _, d) = k.shape
-    theirs = torch.where(queries_at >= 0, labels.gather(2, queries_at.clamp(min=0)), -1)
-    apart = (wide(rows_at(q, queries_at)) - wide(broadcast(means, theirs))) * (theirs >= 0).unsqueeze(-1)
+    mine, keys = wide(rows_at(q, queries_at)), wide(rows_at(k, keys_at))
+    if starts_at is not None:
+        means = rows_at(q, starts_at)
+        theirs = _nearest_start(mine, wide(means), starts_at, keys[:, :, ::EVERY], keys_at[..., ::EVERY])
+    else:
+        assert means is not None
+        assert labels is not None
+        theirs = labels.gather(2, queries_at.clamp(min=0))
+    theirs = torch.where(queries_at >= 0, theirs, -1)
+    apart = (mine - wide(broadcast(means, theirs))) * (theirs >= 0).unsqueeze(-1)
     directions = apart.reshape(b, hk, q.shape[1] // hk * apart.shape[2], d)
     key_centre, value_centre = (wide(rows_at(x, keys_at[..., :1])) for x in (k, v))
-    directions = directions / _spread((wide(rows_at(k, keys_at)) - key_centre) @ directions.mT, keys_at)
+    directions = directions / _spread((keys - key_centre) @ directions.mT, keys_at)
     shrink = _spread(wide(rows_at(v, keys_at)) - value_centre, keys_at)
     return directions.to(k.dtype), torch.cat([key_centre, value_centre, shrink], -1).squeeze(2)
+
+
+def _nearest_start(x: Tensor, starts: Tensor, starts_at: Tensor, keys: Tensor, keys_at: Tensor) -> Tensor:
+    """For each of the queries x (b h s d) the nearest of the starts (b h c d), by products with the keys (b hk t d)
+    alone; -1 where there is none."""
+    (b, h, _, d), (hk, t), real = x.shape, keys.shape[1:3], (keys_at >= 0).unsqueeze(-1)
+    centred = (keys - (keys * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)) * real
+    origin = starts[:, :, :1]  # a shared offset costs digits
+
+    def seen(rows: Tensor) -> Tensor:
+        return ((rows - origin).reshape(b, hk, h // hk * rows.shape[2], d) @ centred.mT).view(b, h, rows.shape[2], t)
+
+    theirs = seen(starts)
+    scores = seen(x) @ theirs.mT - theirs.square().sum(-1).unsqueeze(2) / 2
+    best = scores.masked_fill((starts_at < 0).unsqueeze(2), NEVER).max(-1)
+    return torch.where(best.values == NEVER, -1, best.indices)
 
 
 def beside(
