@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from table_models import sample_rows
 from table_words import (
     NOT_YET,
+    commit_of,
     is_former,
     machine,
     mark,
@@ -202,9 +203,13 @@ def cpu_table(causal: bool) -> Callable[[], str]:
 
 
 def gpu_rows() -> list[Row]:
-    """Rows of the GPU bars at the newest commit that has some; a rehearsal's are none."""
+    """Rows of the GPU bars at the newest commit that has some, and of cells that it did not reach those of the commit
+    before; a rehearsal's are none."""
     found = [row for row in rows(GPU) if row["device"] == "cuda"]
-    return [row for row in found if row["environment"]["commit"] == found[-1]["environment"]["commit"]]
+    commits = [*dict.fromkeys(commit_of(row) for row in reversed(found))][:2]
+    kind = (*KEYS, "pass")
+    newest = {tuple(row[key] for key in kind): row for row in found if commit_of(row) in commits}
+    return [*newest.values()]
 
 
 def gpu_speeds(causal: bool) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import clusterattn as ca
 from clusterattn.measure import Row, cost, read
@@ -49,18 +50,28 @@ def commit_of(row: Row) -> str:
 
 
 @cache
-def _former(folder: Path) -> dict[str, str]:
+def _former(folder: Path) -> dict[str, Any]:
     path = folder / FORMER
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
-def former() -> dict[str, str]:
-    """Commit -> what has changed since, for those whose rows the code of today would not repeat."""
+def former() -> dict[str, Any]:
+    """Commit -> what has changed since, for those whose rows the code of today would not repeat; where that holds of
+    calls of some methods alone that are not causal, {"methods": as rows name them, "then": what has changed}."""
     return _former(RESULTS)
 
 
+def changed_since(row: Row) -> str | None:
+    """What has, where the code of today would not repeat a row."""
+    found = former().get(commit_of(row))
+    if not isinstance(found, dict):
+        return found
+    named = row.get("method", row["theme"])  # rows of `auto` have it for a theme
+    return str(found["then"]) if named in found["methods"] and not row.get("causal") else None
+
+
 def is_former(row: Row) -> bool:
-    return commit_of(row) in former()
+    return changed_since(row) is not None
 
 
 def share_now(row: Row) -> float | None:
@@ -145,7 +156,7 @@ def origin(found: Sequence[Row], *more: str) -> str:
     machines = ", ".join(dict.fromkeys(map(machine, found)))
     dates = ", ".join(dict.fromkeys(str(each["date"])[:10] for each in around))
     words = [machines, f"torch {all_of('torch')}", *more, f"commit {all_of('commit')}", dates]
-    old = dict.fromkeys(former()[commit_of(row)] for row in found if is_former(row))
+    old = dict.fromkeys(then for row in found if (then := changed_since(row)))
     notes = f" {MARK} {' '.join(old)}" if old else ""
     return f"\n<sub>{singular('; '.join(words))}.{notes}</sub>\n"
 

@@ -275,7 +275,7 @@ def trained_table(
             [
                 name,
                 beside(theirs[0], chosen(mine, "test"), 2, 100),
-                beside(theirs[1], [epoch for epoch, _ in times], 2, factors[0]),
+                beside(theirs[1], [epoch for epoch, _ in times], 2 if factors[0] == 1 else 4, factors[0]),
                 beside(theirs[2], [best for _, best in times], 4, factors[1]),
                 spread([best_line(row)[DEV_LOSS] for row in mine], 3),
             ]
