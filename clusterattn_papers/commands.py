@@ -148,6 +148,9 @@ def reproduce(
     only: Annotated[
         str | None, typer.Option(help="Only cells whose name this regular expression finds.", show_default=False)
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure time anew where its rows are of another commit.")
+    ] = False,
     commit: Annotated[
         str | None, typer.Option(help="What the rows say where git can not tell.", show_default=False)
     ] = None,
@@ -194,6 +197,7 @@ def reproduce(
                 out=out,
                 jobs=jobs,
                 only=only,
+                again=again,
                 commit=commit,
                 tick=tick,
             )

@@ -93,8 +93,7 @@ class Timing(Experiment):
 
 
 def one(rows: Sequence[Row], label: str, n: int, which: str) -> Row | None:
-    """The latest: what became faster is measured again."""
-    return next((row for row in reversed(rows) if (row["method"], row["n"], row["pass"]) == (label, n, which)), None)
+    return next((row for row in rows if (row["method"], row["n"], row["pass"]) == (label, n, which)), None)
 
 
 def curves(rows: Sequence[Row], config: TimingsConfig, which: str, height: Callable[[Row], float], key: str) -> Curves:

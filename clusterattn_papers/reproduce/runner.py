@@ -69,6 +69,7 @@ def reproduce(
     out: Path = Path("results"),
     jobs: int = 1,
     only: str | None = None,
+    again: bool = False,
     commit: str | None = None,
     tick: Progress = lambda text, total, done: None,
 ) -> Outcome:
@@ -76,17 +77,19 @@ def reproduce(
 
     jobs   processes that share the device; cells that measure time run alone, after the others
     only   a regular expression: only cells whose name it finds
+    again  also cells that measure time, where their rows are of another commit
     """
     made = _makers(names, scale, only)
     for each in made if scale != "smoke" else ():  # miss data before the work, not after it
         each.check(each.scales[scale], Context(torch.device(device), data, out))
-    left = [work for each in made for work in missing(each, scale, out, only)]
+    around = files.environment(device)
+    around["commit"] = commit or around["commit"]
+    other_than = str(around["commit"]) if again else None
+    left = [work for each in made for work in missing(each, scale, out, only, other_than)]
     named_so = [cell.name for each in made for cell in each.cells(each.scales[scale])]
     if only is not None and not any(re.search(only, name) for name in named_so):
         examples = "; ".join(named_so[:: max(len(named_so) // 3, 1)][:3])
         raise bad_value("--only, that finds a cell", repr(only), f"a part of a name like: {examples}")
-    around = files.environment(device)
-    around["commit"] = commit or around["commit"]
     failed: dict[str, str] = {}
     done = 0
 
@@ -142,19 +145,32 @@ def _makers(names: Sequence[str], scale: str, only: str | None) -> list[Experime
     return list({source(each).name: source(each) for each in map(named, names)}.values())
 
 
-def missing(experiment: Experiment, scale: str, out: Path, only: str | None = None) -> list[Work]:
-    done = {row["cell"] for row in done_rows(experiment, scale, out)}
+def missing(
+    experiment: Experiment, scale: str, out: Path, only: str | None = None, other_than: str | None = None
+) -> list[Work]:
+    """Cells without rows. ``other_than`` a commit: also those that measure time and whose rows are of another one."""
     cells = experiment.cells(experiment.scales[scale])
+    timed = {cell.name for cell in cells if cell.alone and other_than is not None}
+    done = {
+        row["cell"]
+        for row in done_rows(experiment, scale, out)
+        if row["cell"] not in timed or row["environment"]["commit"] == other_than
+    }
     wanted = [cell for cell in cells if cell.name not in done and (only is None or re.search(only, cell.name))]
     return [Work(experiment.name, scale, cell) for cell in wanted]
 
 
 def done_rows(experiment: Experiment, scale: str, out: Path) -> list[Row]:
-    """All rows of an experiment at a scale, made with today's configuration of it."""
+    """All rows of an experiment at a scale, made with today's configuration of it; of a cell that was run again those
+    of its latest run."""
     made, print_of = source(experiment), fingerprint(source(experiment), scale)
     paths = sorted(Path(out).glob(f"{THEME}-{made.name}_*.jsonl"))
     rows = [row for path in paths for row in files.read(path)]
-    return [row for row in rows if row.get("scale") == scale and row.get("config") == print_of]
+    rows = [row for row in rows if row.get("scale") == scale and row.get("config") == print_of]
+    latest: dict[str, str] = {}
+    for row in rows:
+        latest[row["cell"]] = max(latest.get(row["cell"], ""), row["environment"]["date"])
+    return [row for row in rows if row["environment"]["date"] == latest[row["cell"]]]
 
 
 def fingerprint(experiment: Experiment, scale: str) -> str:

@@ -97,6 +97,28 @@ def test_experiments_run_in_the_order_of_their_names_and_short_cells_first(tmp_p
     assert [f"number {number}" for number in (7, 8, 1, 2, 3)] == RAN
 
 
+class Timed(Squares):
+    name, place = "clustered-timed", "Figure 97"
+
+    def cells(self, config):
+        return [replace(cell, alone=cell.settings["number"] > 1) for cell in super().cells(config)]
+
+
+def test_time_is_measured_again_at_another_commit_and_the_latest_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["clusterattn_papers.reproduce.toys"], "EXPERIMENTS", [Timed])
+    dates = iter(("2026-01-02T00:00:00+00:00", "2026-01-03T00:00:00+00:00", "2026-01-04T00:00:00+00:00"))
+    around = runner.files.environment("cpu")
+    monkeypatch.setattr(runner.files, "environment", lambda device: {**around, "date": next(dates)})
+    runner.reproduce(["clustered-timed"], out=tmp_path, commit="one")
+    runner.reproduce(["clustered-timed"], out=tmp_path, commit="two")
+    assert len(RAN) == 3  # all are there
+    outcome = runner.reproduce(["clustered-timed"], out=tmp_path, commit="two", again=True, only="[123]")
+    assert RAN[3:] == ["number 2", "number 3"]
+    of = {row["number"]: row["environment"]["commit"] for row in outcome.rows["clustered-timed"]}
+    assert of == {1: "one", 2: "two", 3: "two"}
+    assert len(outcome.rows["clustered-timed"]) == 3
+
+
 def test_rows_of_another_configuration_are_not_mixed_in(tmp_path, monkeypatch):
     runner.reproduce(["clustered-squares"], out=tmp_path)
     monkeypatch.setitem(Squares.scales, "smoke", Config(numbers=(1, 2, 3, 5)))
