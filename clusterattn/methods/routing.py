@@ -15,7 +15,7 @@ from ..ops import draw, tables
 from ..ops._chunks import wide
 
 FIRST_STEPS = 5  # k-means steps where a call starts from its own data
-TILE = 32  # queries of one centroid that attend together
+TILES = 32, 128  # queries of one centroid that attend together: the fewest and the most
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,14 @@ class Routing(Method):
         taken = torch.zeros(b, h, n + 1, dtype=torch.bool, device=home.device)
         taken = taken.scatter(2, torch.where(seats_q < 0, n, seats_q).flatten(2), True)[..., :n]
         home = torch.where(taken | ~valid.unsqueeze(1), -1, home)
-        table, first = tables.tiles(home, c, TILE)
+        # half a window: some third of the queries is left over, and gradients of keys are kept for every tile
+        tile = min(max(1 << (max(self.window // 2, 1).bit_length() - 1), TILES[0]), TILES[1])
+        table, first = tables.tiles(home, c, tile)
         cluster, z = tables.family_of(first, table.shape[2]), seats_k.shape[-1]
         keys = seats_k.gather(2, cluster.unsqueeze(-1).expand(-1, -1, -1, z))
         # both kinds of bucket in one table: taken queries are cut into tiles of the same height
-        rows = -(-seats_q.shape[-1] // TILE)
-        seats_q = F.pad(seats_q, (0, rows * TILE - seats_q.shape[-1]), value=-1).view(b, h, c * rows, TILE)
+        rows = -(-seats_q.shape[-1] // tile)
+        seats_q = F.pad(seats_q, (0, rows * tile - seats_q.shape[-1]), value=-1).view(b, h, c * rows, tile)
         return Buckets(
             torch.cat([seats_q, table], 2), torch.cat([seats_k.repeat_interleave(rows, 2), keys], 2), rounds=0
         )

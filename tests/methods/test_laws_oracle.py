@@ -15,6 +15,7 @@ from laws import BY_NAME, Case, close, draw, gradients, kinds, over, padded
 from laws_oracle import expected, expected_rows
 
 import clusterattn as ca
+from clusterattn.methods import routing
 from clusterattn.ops import draw as draws
 
 
@@ -319,6 +320,18 @@ def test_routing_state_is_an_argument_and_a_result() -> None:
     _, learned = leaves.attend(method, state=state, return_state=True)
     (grad,) = torch.autograd.grad(learned.commitment, leaves.q)
     assert grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_routings_answer_does_not_depend_on_how_tall_its_tiles_are(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, method = draw(n=150, m=150), ca.Routing(clusters=3, window=70)
+    want = x.attend(method, causal=causal, return_lse=True)
+    for tiles in ((4, 4), (64, 64)):
+        monkeypatch.setattr(routing, "TILES", tiles)
+        assert x.groups(method, causal=causal).queries.shape[-1] == tiles[0]
+        close(x.attend(method, causal=causal, return_lse=True), want)
 
 
 def test_all_answers_come_in_the_order_the_contract_says() -> None:
