@@ -140,6 +140,7 @@ class Table8(Experiment):
             decay="linear",
             clip=1.0,
             precision=config.precision,
+            graphs=True,
             seed=seed,
         )
         fitted = fit(tuning, model, settings, folder=context.work / name, device=context.device, tick=context.tick)

@@ -110,9 +110,11 @@ def several(inputs: Sequence[Any]) -> Sequence[Any]:
     return inputs
 
 
-def padded(rows: Sequence[Sequence[int] | Tensor], value: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows as one tensor (b n), and where they are real."""
+def padded(rows: Sequence[Sequence[int] | Tensor], value: int = 0, step: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows as one tensor (b n), and where they are real. n is a multiple of ``step``."""
     tensors = [torch.as_tensor(row) for row in rows]
     lengths = torch.tensor([len(row) for row in tensors])
     whole = nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+    short = -whole.shape[1] % step
+    whole = torch.cat([whole, whole.new_full((len(whole), short, *whole.shape[2:]), value)], 1) if short else whole
     return whole, torch.arange(whole.shape[1]) < lengths.unsqueeze(1)

@@ -68,6 +68,7 @@ class Glue(Task):
 
     name: ClassVar[str] = "glue"
     figure: ClassVar[str] = "score"
+    step: ClassVar[int] = 1  # widths of batches are multiples of it
 
     def __init__(
         self, piece: GluePiece, texts: Mapping[str, Sequence[Text]], weights: str | Path, *, length: int = 128
@@ -83,11 +84,11 @@ class Glue(Task):
         return len(example.ids)
 
     def collate(self, examples: Sequence[TokenExample]) -> Batch:
-        ids, real = padded([each.ids for each in examples], self.tokenizer.pad_token_id or 0)
+        ids, real = padded([each.ids for each in examples], self.tokenizer.pad_token_id or 0, self.step)
         batch = {"input_ids": ids.long(), "attention_mask": real}
         kinds = [each.kinds for each in examples if each.kinds is not None]
         if kinds:
-            batch["token_type_ids"] = padded(kinds)[0].long()
+            batch["token_type_ids"] = padded(kinds, step=self.step)[0].long()
         number = torch.float32 if self.piece.labels == 1 else torch.int64
         return {**batch, "labels": torch.tensor([each.label for each in examples]).to(number)}
 
@@ -96,7 +97,7 @@ class Glue(Task):
         if self.piece.labels > 1:
             return classified(answer, batch["labels"])
         total = F.mse_loss(answer.logits.squeeze(-1).float(), batch["labels"], reduction="sum")
-        count = torch.tensor(len(batch["labels"]), device=total.device)
+        count = batch["labels"].new_full((), len(batch["labels"]), dtype=torch.int64)
         return total + answer.auxiliary * count, count
 
     def judge(self, model: nn.Module, batches: Iterable[Batch]) -> Figures:

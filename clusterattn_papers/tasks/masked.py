@@ -192,7 +192,10 @@ def pieces(documents: Iterable[str], vocabulary: int = 8000) -> Any:
 
 
 class FineTuning(Glue):
-    """A piece of GLUE for a body of ours, in the tokens it was pretrained with."""
+    """A piece of GLUE for a body of ours, in the tokens it was pretrained with. Batches have few widths: their updates
+    can be recorded as CUDA graphs."""
+
+    step = 16
 
     def __init__(self, piece: GluePiece, texts: Splits, tokenizer: Any, *, length: int = 128) -> None:
         self.piece = piece
