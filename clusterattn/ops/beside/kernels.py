@@ -1,5 +1,5 @@
-"""What the points are seen by: one launch, a program for each key head. Points of some keys, or of all: one launch. The
-nearest centre of every key: one pass over keys and values, whose points stay in registers."""
+"""What the points are seen by: one launch, two programs for each key head. Points of some keys, or of all: one launch.
+The nearest centre of every key: one pass over keys and values, whose points stay in registers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import in_turn, jit, power, precision, rows, tl
+from .._jit import THIN, in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..kmeans.nearest_kernels import TILE, crowded, highest_of, nearest, spread
 from .reference import EVERY
@@ -92,11 +92,11 @@ def _directions(
     centre = tl.load(K + anchor * skm + dims, mask=dims < d, other=0.0).to(tl.float32)
     k = tl.load(K + tl.where(key >= 0, key, anchor)[:, None] * skm + dims[None, :], mask=wide, other=0.0)
     if HAS_STARTS:
-        some = tl.arange(0, BK) * EVERY
-        some_at = tl.load(keys_at + some, mask=some < t, other=-1)
-        keys = tl.load(K + some_at[:, None] * skm + dims[None, :], mask=(some_at >= 0)[:, None] & wide, other=0.0)
+        few = tl.arange(0, BK) * EVERY
+        few_at = tl.load(keys_at + few, mask=few < t, other=-1)
+        keys = tl.load(K + few_at[:, None] * skm + dims[None, :], mask=(few_at >= 0)[:, None] & wide, other=0.0)
         mine = tl.where(at >= 0, mine, -1)
-        total = tl.maximum(tl.sum((some_at >= 0).to(tl.float32)), 1.0)
+        total = tl.maximum(tl.sum((few_at >= 0).to(tl.float32)), 1.0)
         label = _nearest_start(q, keys, total, Q, STARTS_AT, mine, first_head, dims, c, s, d, group, sqh, sqn, seh,
                                BS, BR, FULL)  # fmt: skip
         start = tl.load(STARTS_AT + mine * seh + label, mask=label >= 0, other=0)
@@ -250,7 +250,7 @@ def view(
         view_kernel, (b * hk, 2), (q, k, v, means, labels, starts, queries_at, keys_at, directions, centres),
         (n, c, s, t, d, e, hk, group, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
          *starts.stride()[:2], *queries_at.stride()[:2], *keys_at.stride()[:2]),
-        HAS_STARTS=starts_at is not None, EVERY=EVERY, BM=min(power(t), most), BK=power(cdiv(t, EVERY)),
+        HAS_STARTS=starts_at is not None, EVERY=EVERY, BM=min(power(t), most), BK=power(cdiv(t, EVERY), THIN),
         BS=min(power(c), 2 * most // k.element_size()), FULL=precision(k), num_warps=8, **shape,
     )  # fmt: skip
     return directions, centres
