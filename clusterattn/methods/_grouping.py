@@ -111,25 +111,35 @@ def directions_cost(d: int, rank: int) -> int:
 QUERIES, KEYS = (draw.STREAM_STARTS, draw.STREAM_SAMPLE), (draw.STREAM_PART_STARTS, draw.STREAM_PART_SAMPLE)
 
 
-def lots(
-    valid: Tensor | None, like: Tensor, n: int, clusters: int, steps: int, start: str, sample: int | None,
-    streams: tuple[int, int],
-) -> list[draw.Lots]:  # fmt: skip
-    """Of n tokens, those that k-means may start from, and those that it trains on, unless it trains on all, or on
-    none."""
-    most = min(clusters if start == "random" else FAR_POOL * clusters, n)
-    pool = draw.Lots(valid, like, n, streams[0], most)
-    if steps == 1 or sample is None or sample >= n:
-        return [pool]
-    return [pool, draw.Lots(valid, like, n, streams[1], sample)]
-
-
 def centres(
+    points: Tensor, valid: Tensor | None, clusters: int, steps: int, start: str, sample: int | None, where: Space,
+    call: Call,
+) -> Centres:  # fmt: skip
+    """k-means over the points (... n w), valid (... n) or None: all. ``steps`` counts assignments: the last one, of
+    everybody, is left to ``nearest``."""
+    n = points.shape[-2]
+    pool, drawn = lots(valid, points, n, clusters, steps, start, sample, call, QUERIES)
+    return trained(points, valid, pool, drawn, min(clusters, n), steps, start, where, call)
+
+
+def lots(
+    valid: Tensor | None, like: Tensor, n: int, clusters: int, steps: int, start: str, sample: int | None, call: Call,
+    streams: tuple[int, int],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Of n tokens, the positions of those that k-means may start from, and of those that it trains on; None: on all, or
+    on none, where there is nothing to train."""
+    most = min(clusters if start == "random" else FAR_POOL * clusters, n)
+    pool = draw.positions(valid, like, n, call.seed, streams[0], most)
+    if steps == 1 or sample is None or sample >= n:
+        return pool, None
+    return pool, draw.positions(valid, like, n, call.seed, streams[1], sample)
+
+
+def trained(
     points: Tensor, valid: Tensor | None, pool: Tensor, drawn: Tensor | None, clusters: int, steps: int, start: str,
     where: Space, call: Call,
 ) -> Centres:  # fmt: skip
-    """k-means over the points (... n w), valid (... n) or None: all; from some of those in the pool, trained on those
-    drawn, None: on all. ``steps`` counts assignments: the last one, of everybody, is left to ``nearest``."""
+    """k-means from some of the points in the pool, over those drawn."""
     if start == "far":
         pool = call.ops.farthest(points, pool, clusters, signs=where.signs, form=where.form)
     found: Centres = call.ops.kmeans(
@@ -154,20 +164,16 @@ def parts(q: Tensor, k: Tensor, v: Tensor, clusters: Clusters | None, sizes: Siz
     if count >= m:
         each = ranks(call.mask.key_rows(q).unsqueeze(1)).expand(b, hk, m)
         return Parts(each, count, call.ops.members(each, count, k, parts=True))
-    of_view = _lots_of_view(q, k, clusters, sizes, real, call)
-    of_keys = lots(real, k, m, count, sizes.steps, sizes.start, sizes.sample, KEYS)
-    positions = draw.positions(call.seed, *of_view, *of_keys)
-    seen = _seen_by(q, k, v, clusters, positions[: len(of_view)], call)
-    pool, *sample = positions[len(of_view) :]
-    drawn = sample[0] if sample else None
+    seen = _seen_by(q, k, v, clusters, sizes, real, call)
+    pool, drawn = lots(real, k, m, count, sizes.steps, sizes.start, sizes.sample, call, KEYS)
     where = Space("euclid", None, None, None)
     if sizes.steps > 1 and drawn is None:  # on all keys, whose points are there then
         points, _, _ = call.ops.beside(k, v, seen)
-        found = centres(points, real, pool, None, count, sizes.steps, sizes.start, where, call)
+        found = trained(points, real, pool, None, count, sizes.steps, sizes.start, where, call)
         labels = call.ops.nearest(points, found)
     else:
         points, pool, drawn = call.ops.beside(k, v, seen, pool, drawn)
-        found = centres(points, None, pool, drawn, count, sizes.steps, sizes.start, where, call)
+        found = trained(points, None, pool, drawn, count, sizes.steps, sizes.start, where, call)
         labels = call.ops.nearest_beside(k, v, seen, found)
     if real is not None:
         labels = torch.where(real, labels, -1)
@@ -175,25 +181,20 @@ def parts(q: Tensor, k: Tensor, v: Tensor, clusters: Clusters | None, sizes: Siz
     return Parts(labels, count, call.ops.members(labels, count, k, parts=True))
 
 
-def _lots_of_view(
-    q: Tensor, k: Tensor, clusters: Clusters | None, sizes: Sizes, real: Tensor | None, call: Call
-) -> list[draw.Lots]:
-    """The queries whose differences are taken, the keys that tell the spread, and, without clusters, their starts."""
+def _seen_by(
+    q: Tensor, k: Tensor, v: Tensor, clusters: Clusters | None, sizes: Sizes, real: Tensor | None, call: Call
+) -> View:
     (h, n), (hk, m) = q.shape[1:3], k.shape[1:3]
     asked = None if call.mask.queries is None else call.mask.queries.unsqueeze(1)
 
-    def queries(stream: int, most: int) -> draw.Lots:
-        return draw.Lots(asked, q, n, stream, min(most, n))
+    def queries(stream: int, most: int) -> Tensor:
+        return draw.positions(asked, q, n, call.seed, stream, min(most, n))
 
-    residuals = queries(draw.STREAM_RESIDUALS, max(DIRECTIONS * hk // h, 1))
-    found = [residuals, draw.Lots(real, k, m, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))]
-    return found if clusters is not None else [*found, queries(draw.STREAM_STARTS, min(sizes.clusters, MOST_STARTS))]
-
-
-def _seen_by(q: Tensor, k: Tensor, v: Tensor, clusters: Clusters | None, drawn: list[Tensor], call: Call) -> View:
-    queries_at, keys_at, *starts_at = drawn
+    queries_at = queries(draw.STREAM_RESIDUALS, max(DIRECTIONS * hk // h, 1))
+    keys_at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, min(SPREAD_SAMPLE, m))
     if clusters is None:
-        return call.ops.view(q, k, v, queries_at, keys_at, starts_at=starts_at[0])  # type: ignore[no-any-return]
+        starts_at = queries(draw.STREAM_STARTS, min(sizes.clusters, MOST_STARTS))
+        return call.ops.view(q, k, v, queries_at, keys_at, starts_at=starts_at)  # type: ignore[no-any-return]
     means, labels = clusters.means.detach(), clusters.labels
     return call.ops.view(q, k, v, queries_at, keys_at, means=means, labels=labels)  # type: ignore[no-any-return]
 

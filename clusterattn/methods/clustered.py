@@ -117,11 +117,9 @@ class Clustered(Method):
             alone = _grouping.ranks(call.mask.query_rows(q).unsqueeze(1)).expand(b, h, n)
             alone = alone.reshape(shape)
             return alone, alone, n
-        of_queries, of_keys = self._lots(q, valid), self._lots_of_keys(k, call)
-        positions = draw.positions(call.seed, *of_queries, *of_keys)
-        where = self._space(q, valid, self._form(k, h, positions[len(of_queries) :], call), call)
+        where = self._space(q, valid, self._form(k, h, call), call)
         points = where.points(q, call)
-        labels = call.ops.nearest(points, self._centres(points, valid, positions[: len(of_queries)], where, call))
+        labels = call.ops.nearest(points, self._centres(points, valid, where, call))
         if valid is not None:
             labels = torch.where(valid, labels, -1)
             # No more real queries than clusters: each is its own cluster, as it would be without the padding.
@@ -129,22 +127,15 @@ class Clustered(Method):
         labels = labels.reshape(shape)
         return labels, labels, self.clusters
 
-    def _lots(self, x: Tensor, valid: Tensor | None) -> list[draw.Lots]:
-        n = x.shape[-2]
-        return _grouping.lots(valid, x, n, self.clusters, self.steps, self.start, self.sample, _grouping.QUERIES)
-
-    def _lots_of_keys(self, k: Tensor, call: Call) -> list[draw.Lots]:
-        """The sample of the keys that is the metric, if it is one."""
-        m, keep = k.shape[2], call.mask.keys
-        if self.metric != "keys" or self.sample is None or self.sample >= m:
-            return []
-        return [draw.Lots(None if keep is None else keep.unsqueeze(1), k, m, draw.STREAM_KEYS, self.sample)]
-
-    def _form(self, k: Tensor, heads: int, drawn: list[Tensor], call: Call) -> Tensor | None:
+    def _form(self, k: Tensor, heads: int, call: Call) -> Tensor | None:
         """The metric: how the keys, or a sample of them, see the distance between queries."""
         if self.metric != "keys":
             return None
-        form: Tensor = call.ops.covariance(k, call.mask.keys, heads, at=drawn[0] if drawn else None)
+        m, keep, at = k.shape[2], call.mask.keys, None
+        if self.sample is not None and self.sample < m:
+            real = None if keep is None else keep.unsqueeze(1)
+            at = draw.positions(real, k, m, call.seed, draw.STREAM_KEYS, self.sample)
+        form: Tensor = call.ops.covariance(k, keep, heads, at=at)
         return form
 
     def _by_block(self, q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, int]:
@@ -173,8 +164,7 @@ class Clustered(Method):
             form = _grouping.prefix_covariances(keys, real, h // many, first, self._block, blocks - 1)
         where = self._space(x[:, :, source], valid[:, :, source], form, call)
         points = where.points(x[:, :, source], call)  # as the keys before the block that will listen see them
-        drawn = draw.positions(call.seed, *self._lots(points, valid[:, :, source]))
-        centres = self._centres(points, valid[:, :, source], drawn, where, call)
+        centres = self._centres(points, valid[:, :, source], where, call)
         clusters = centres.right.shape[-2]
         shift = (torch.arange(blocks - 1, device=q.device) * clusters).view(-1, 1)
 
@@ -197,12 +187,8 @@ class Clustered(Method):
         centre = _grouping.first_row(x, valid) if self.width(d) < d and self.metric == "keys" else None
         return _grouping.space(self.metric, d, self.bits, self.bias, form, self.rank, centre, call, x.device)
 
-    def _centres(
-        self, points: Tensor, valid: Tensor | None, drawn: list[Tensor], where: _grouping.Space, call: Call
-    ) -> Centres:
-        pool, clusters = drawn[0], min(self.clusters, points.shape[-2])
-        sample = drawn[1] if len(drawn) > 1 else None
-        return _grouping.centres(points, valid, pool, sample, clusters, self.steps, self.start, where, call)
+    def _centres(self, points: Tensor, valid: Tensor | None, where: _grouping.Space, call: Call) -> Centres:
+        return _grouping.centres(points, valid, self.clusters, self.steps, self.start, self.sample, where, call)
 
     # ------------------------------------------------------------------ what they answer
 

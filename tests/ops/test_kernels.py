@@ -343,28 +343,13 @@ def test_draws_are_the_same_on_every_device() -> None:
             mine = bits(counter.to(DEVICE), told[0], stream, told[1]).cpu()
             assert torch.equal(mine, draw.bits(counter, seed, stream))
             for n, most in ((1000, 37), (20, 37)):
-                mine = stratified([(n, stream, most)], told[0], torch.device(DEVICE), told[1])[0].cpu()
+                mine = stratified(n, told[0], stream, most, torch.device(DEVICE), told[1]).cpu()
                 all_real = torch.ones(1, n, dtype=torch.bool)
                 assert torch.equal(mine, draw.stratified(counter, n, seed, stream, most))
                 assert torch.equal(mine, draw.stratified_among(all_real, seed, stream, most)[0])
                 assert torch.equal(
                     mine, stratified_among(all_real.to(DEVICE), told[0], stream, most, None, told[1])[0].cpu()
                 )
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["number", "tensor"])
-def test_draws_of_one_launch_are_those_of_several(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, number = torch.zeros(2, 3, 1, 4, device=DEVICE), -(5 << 40) + 9
-    seed = torch.tensor(number, device=DEVICE) if held else number
-    sizes = [(1000, 2, 200), (1000, 4, 37), (40, 15, 64), (70000, 16, 1), (9, 17, 9)]
-    lots = [draw.Lots(None, x, *size) for size in sizes]
-    alone = [draw.positions(number, one)[0] for one in lots]
-    monkeypatch.setattr(draw, "_launched_now", lambda seed, lots: True)
-    for many in (5, 4, 1):
-        together = draw.positions(seed, *lots[:many])
-        for mine, theirs in zip(together, alone[:many], strict=True):
-            assert torch.equal(mine, theirs)
-            assert mine.data_ptr() % 16 == 0  # where launches want a tensor to begin
 
 
 def test_triton_refuses_what_it_cannot_serve() -> None:

@@ -1,5 +1,5 @@
-"""What the points are seen by: one launch, two programs for each key head. Points of some keys, or of all: one launch.
-The nearest centre of every key: one pass over keys and values, whose points stay in registers."""
+"""What the points are seen by: one launch, a program for each key head. Points of some keys, or of all: one launch. The
+nearest centre of every key: one pass over keys and values, whose points stay in registers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import THIN, in_turn, jit, power, precision, rows, tl
+from .._jit import in_turn, jit, narrow, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..kmeans.nearest_kernels import TILE, crowded, highest_of, nearest, spread
 from .reference import EVERY
@@ -17,109 +17,48 @@ MOST = 128  # centres that stay where they are while the keys pass
 
 
 @jit
-def _starts(turn, turns, Q, STARTS_AT, first_head, dims, c, d, sqh, sqn, seh, BS: tl.constexpr):
-    """Where some of the starts stand among the queries of one head, and these queries."""
-    head, which = first_head + turn // turns, turn % turns * BS + tl.arange(0, BS)
-    at = tl.load(STARTS_AT + head * seh + which, mask=which < c, other=-1)
-    there = (at >= 0)[:, None] & (dims < d)[None, :]
-    return at, tl.load(Q + head * sqh + at[:, None] * sqn + dims[None, :], mask=there, other=0.0)
-
-
-@jit
 def _nearest_start(
-    q, keys, total, Q, STARTS_AT, mine, first_head, dims, c, s, d, group, sqh, sqn, seh,
-    BS: tl.constexpr, BR: tl.constexpr, FULL: tl.constexpr,
+    q, Q, STARTS_AT, K, KEYS_AT, key_centre, mine, first_head, dims, c, t, d, group, sqh, sqn, skm, seh,
+    EVERY: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For each row of q, a query of the head ``mine``, the nearest of its head's queries at STARTS_AT, as ``total`` of
-    the keys see it: which of the starts, -1 where there is none. Offsets are taken off products, which are fp32, and
-    not off rows: small tiles."""
-    turns = tl.cdiv(c, BS)
-    at, start = _starts(0, turns, Q, STARTS_AT, first_head, dims, c, d, sqh, sqn, seh, BS)
-    best, label = tl.full((BR,), float("-inf"), tl.float32), tl.full((BR,), -1, tl.int32)
-    seen = tl.dot(q, tl.trans(keys), input_precision=FULL)
+    """For each row of q, a query of the head ``mine``, the nearest of its head's queries at STARTS_AT, as some of the
+    keys at KEYS_AT see it: which of the starts, -1 where there is none. All in one pass over the keys for some of the
+    starts: sums of products, from which those of the means are taken off."""
+    wide = (dims < d)[None, :]
+    first = tl.load(STARTS_AT + mine * seh)  # all are taken relative to it: a shared offset costs digits
+    q -= tl.load(Q + (mine * sqh + first * sqn)[:, None] + dims[None, :], mask=(first >= 0)[:, None] & wide, other=0.0)
+    best, label, turns = tl.full((BR,), float("-inf"), tl.float32), tl.full((BR,), -1, tl.int32), tl.cdiv(c, BS)
     for turn in range(group * turns):
-        own, here = (mine == first_head + turn // turns)[:, None], (at >= 0)[None, :]
-        starts_seen = tl.dot(start, tl.trans(keys), input_precision=FULL)
-        if turn + 1 < group * turns:
-            at, start = _starts(turn + 1, turns, Q, STARTS_AT, first_head, dims, c, d, sqh, sqn, seh, BS)
-        shared = tl.sum(tl.where(own, seen, 0.0), 0) / s  # an offset of the head's queries costs digits
-        starts_seen, apart = starts_seen - shared[None, :], seen - shared[None, :]
-        apart -= (tl.sum(apart, 1) / total)[:, None]  # where there is no key, starts_seen is zero
-        of_start = tl.sum(starts_seen, 1)
-        squares = tl.sum(starts_seen * starts_seen, 1) - of_start * of_start / total
-        scores = tl.dot(apart, tl.trans(starts_seen), input_precision=FULL) - 0.5 * squares[None, :]
-        highest, index = tl.max(tl.where(own & here, scores, float("-inf")), axis=1, return_indices=True)
-        label = tl.where(highest > best, turn % turns * BS + index, label)
+        head, begin = first_head + turn // turns, turn % turns * BS
+        of_head, which = STARTS_AT + head * seh, begin + tl.arange(0, BS)
+        at = tl.load(of_head + which, mask=which < c, other=-1)
+        base = tl.maximum(tl.load(of_head), 0)
+        start = tl.load(Q + head * sqh + at[:, None] * sqn + dims[None, :], mask=(at >= 0)[:, None] & wide, other=0.0)
+        origin = tl.load(Q + head * sqh + base * sqn + dims, mask=dims < d, other=0.0).to(tl.float32)
+        start = tl.where((at >= 0)[:, None], start.to(tl.float32) - origin[None, :], 0.0)
+        both, squares = tl.zeros((BR, BS), tl.float32), tl.zeros((BS,), tl.float32)
+        of_q, of_start, total = tl.zeros((BR,), tl.float32), tl.zeros((BS,), tl.float32), 0.0
+        for low in range(0, t, BK * EVERY):
+            slot = low + tl.arange(0, BK) * EVERY
+            key = tl.load(KEYS_AT + slot, mask=slot < t, other=-1)
+            real = (key >= 0)[:, None]
+            k = tl.load(K + key[:, None] * skm + dims[None, :], mask=real & wide, other=0.0).to(tl.float32)
+            k = tl.where(real, k - key_centre[None, :], 0.0)
+            seen = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            starts_seen = tl.dot(k, tl.trans(start), input_precision=PRECISION)
+            both = tl.dot(seen, starts_seen, both, input_precision=PRECISION)
+            squares += tl.sum(starts_seen * starts_seen, 0)
+            of_q += tl.sum(seen, 1)
+            of_start += tl.sum(starts_seen, 0)
+            total += tl.sum((key >= 0).to(tl.float32))
+        of_start = of_start / tl.maximum(total, 1.0)
+        scores = both - of_q[:, None] * of_start[None, :]
+        scores -= 0.5 * (squares - total * of_start * of_start)[None, :]
+        scores = tl.where((at >= 0)[None, :] & (mine == head)[:, None], scores, float("-inf"))
+        highest, index = tl.max(scores, axis=1, return_indices=True)
+        label = tl.where(highest > best, begin + index, label)
         best = tl.maximum(best, highest)
     return label
-
-
-@jit
-def _values_spread(V, keys_at, CENTRES, t, e, svm, BM: tl.constexpr, BE: tl.constexpr):
-    """CENTRES (e+1): what is taken off the values, and their spread."""
-    values, slot = tl.arange(0, BE), tl.arange(0, BM)
-    anchor = tl.maximum(tl.load(keys_at), 0)
-    centre = tl.load(V + anchor * svm + values, mask=values < e, other=0.0).to(tl.float32)
-    sums, squares, total = tl.zeros((BE,), tl.float32), 0.0, 0.0
-    for first in range(0, t, BM):
-        key = tl.load(keys_at + first + slot, mask=first + slot < t, other=-1)
-        total += tl.sum((key >= 0).to(tl.float32))
-        at = tl.where(key >= 0, key, anchor)[:, None] * svm + values[None, :]  # nobody's is the anchor's: no difference
-        v = tl.load(V + at, mask=(values < e)[None, :], other=0.0).to(tl.float32) - centre[None, :]
-        sums += tl.sum(v, 0)
-        squares += tl.sum(v * v)
-    total = tl.maximum(total, 1.0)
-    spread = tl.maximum((squares - tl.sum(sums * sums) / total) / total, 0.0)
-    tl.store(CENTRES + values, centre, mask=values < e)
-    tl.store(CENTRES + e, tl.sqrt(tl.where(spread > 0, spread, 1.0)))
-
-
-@jit
-def _directions(
-    Q, K, MEANS, LABELS, STARTS_AT, QUERIES_AT, keys_at, VIEW, CENTRES, row, first_head, n, c, s, t, d, group,
-    sqh, sqn, skm, seh, sah,
-    HAS_STARTS: tl.constexpr, EVERY: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    BD: tl.constexpr, BR: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
-    """VIEW (r d), and CENTRES (d): what is taken off the keys. Everything is asked for before anybody waits."""
-    dims, ways, slot, r = tl.arange(0, BD), tl.arange(0, BR), tl.arange(0, BM), s * group
-    wide, mine = (dims < d)[None, :], first_head + ways // s  # whose query
-    at = tl.load(QUERIES_AT + mine * sah + ways % s, mask=ways < r, other=-1)
-    anchor = tl.maximum(tl.load(keys_at), 0)
-    key = tl.load(keys_at + slot, mask=slot < t, other=-1)
-    is_q = (at >= 0)[:, None] & wide
-    q = tl.load(Q + (mine * sqh + at * sqn)[:, None] + dims[None, :], mask=is_q, other=0.0)
-    centre = tl.load(K + anchor * skm + dims, mask=dims < d, other=0.0).to(tl.float32)
-    k = tl.load(K + tl.where(key >= 0, key, anchor)[:, None] * skm + dims[None, :], mask=wide, other=0.0)
-    if HAS_STARTS:
-        few = tl.arange(0, BK) * EVERY
-        few_at = tl.load(keys_at + few, mask=few < t, other=-1)
-        keys = tl.load(K + few_at[:, None] * skm + dims[None, :], mask=(few_at >= 0)[:, None] & wide, other=0.0)
-        mine = tl.where(at >= 0, mine, -1)
-        total = tl.maximum(tl.sum((few_at >= 0).to(tl.float32)), 1.0)
-        label = _nearest_start(q, keys, total, Q, STARTS_AT, mine, first_head, dims, c, s, d, group, sqh, sqn, seh,
-                               BS, BR, FULL)  # fmt: skip
-        start = tl.load(STARTS_AT + mine * seh + label, mask=label >= 0, other=0)
-        mean = Q + (mine * sqh + start * sqn)[:, None] + dims[None, :]
-    else:
-        label = tl.load(LABELS + (row + ways // s) * n + at, mask=at >= 0, other=-1)
-        mean = MEANS + ((row + ways // s) * c + label)[:, None] * d + dims[None, :]
-    there = is_q & (label >= 0)[:, None]
-    view = tl.where(there, q.to(tl.float32) - tl.load(mean, mask=there, other=0.0).to(tl.float32), 0.0)
-    along, seen, squares, total = view.to(k.dtype), tl.zeros((BR,), tl.float32), 0.0, 0.0
-    for first in range(0, t, BM):
-        product = tl.dot((k.to(tl.float32) - centre[None, :]).to(k.dtype), tl.trans(along), input_precision="tf32")
-        total += tl.sum((key >= 0).to(tl.float32))
-        if first + BM < t:
-            key = tl.load(keys_at + first + BM + slot, mask=first + BM + slot < t, other=-1)
-            k = tl.load(K + tl.where(key >= 0, key, anchor)[:, None] * skm + dims[None, :], mask=wide, other=0.0)
-        seen += tl.sum(product, 0)
-        squares += tl.sum(product * product)
-    total = tl.maximum(total, 1.0)
-    size = tl.maximum((squares - tl.sum(seen * seen) / total) / total, 0.0)
-    view = view / tl.sqrt(tl.where(size > 0, size, 1.0))
-    tl.store(VIEW + ways[:, None] * d + dims[None, :], view.to(VIEW.dtype.element_ty), mask=(ways < r)[:, None] & wide)
-    tl.store(CENTRES + dims, centre, mask=dims < d)
 
 
 @jit
@@ -127,23 +66,66 @@ def view_kernel(
     Q, K, V, MEANS, LABELS, STARTS_AT, QUERIES_AT, KEYS_AT, VIEW, CENTRES, n, c, s, t, d, e, heads, group,
     sqb, sqh, sqn, skb, skh, skm, svb, svh, svm, seb, seh, sab, sah, sbb, sbh,
     HAS_STARTS: tl.constexpr, EVERY: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, FULL: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """VIEW (lead r d): differences of queries from their centroids, scaled; CENTRES (lead d+e+1): what is taken off the
     keys and the values, and the spread of the values. heads: of the keys. HAS_STARTS: from the nearest of the queries
-    at STARTS_AT (b h c) instead. A key head has two programs: one for keys, one for values."""
+    at STARTS_AT (b h c) instead."""
     in_turn()
     lead = tl.program_id(0).to(tl.int64)
     batch, head = lead // heads, lead % heads
-    keys_at, centres = KEYS_AT + batch * sbb + head * sbh, CENTRES + lead * (d + e + 1)
-    if tl.program_id(1) == 0:
-        _directions(
-            Q + batch * sqb, K + batch * skb + head * skh, MEANS, LABELS, STARTS_AT + batch * seb,
-            QUERIES_AT + batch * sab, keys_at, VIEW + lead * s * group * d, centres, lead * group, head * group,
-            n, c, s, t, d, group, sqh, sqn, skm, seh, sah, HAS_STARTS, EVERY, BM, BK, BS, BD, BR, FULL,
-        )  # fmt: skip
+    dims, values, ways = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BR)
+    wide, long, r = dims < d, values < e, s * group
+    # keys are asked for before anybody waits for queries, and those of a block while the one before is counted
+    keys_at = KEYS_AT + batch * sbb + head * sbh
+    anchor = tl.maximum(tl.load(keys_at), 0)
+    key = tl.load(keys_at + tl.arange(0, BM), mask=tl.arange(0, BM) < t, other=-1)
+    k_base, v_base = K + batch * skb + head * skh, V + batch * svb + head * svh
+    key_centre = tl.load(k_base + anchor * skm + dims, mask=wide, other=0.0).to(tl.float32)
+    value_centre = tl.load(v_base + anchor * svm + values, mask=long, other=0.0).to(tl.float32)
+    mine = head * group + ways // s  # whose query
+    at = tl.load(QUERIES_AT + batch * sab + mine * sah + ways % s, mask=ways < r, other=-1)
+    q_base, is_q = Q + batch * sqb, (at >= 0)[:, None] & wide[None, :]
+    q = tl.load(q_base + (mine * sqh + at * sqn)[:, None] + dims[None, :], mask=is_q, other=0.0).to(tl.float32)
+    if HAS_STARTS:
+        starts = STARTS_AT + batch * seb
+        mine = tl.where(ways < r, mine, head * group)  # those that are none stand with the first head's
+        label = _nearest_start(q, q_base, starts, k_base, keys_at, key_centre, mine, head * group, dims, c, t, d, group,
+                               sqh, sqn, skm, seh, EVERY, BK, BS, BR, FULL)  # fmt: skip
+        start = tl.load(starts + mine * seh + label, mask=label >= 0, other=0)
+        mean = q_base + (mine * sqh + start * sqn)[:, None] + dims[None, :]
     else:
-        _values_spread(V + batch * svb + head * svh, keys_at, centres + d, t, e, svm, BM, BE)
+        row = batch * heads * group + mine
+        label = tl.load(LABELS + row * n + at, mask=at >= 0, other=-1)
+        mean = MEANS + (row * c + label)[:, None] * d + dims[None, :]
+    there = is_q & (label >= 0)[:, None]
+    view = tl.where(there, q - tl.load(mean, mask=there, other=0.0).to(tl.float32), 0.0)
+    seen, values_seen = tl.zeros((BR,), tl.float32), tl.zeros((BE,), tl.float32)
+    squares, value_squares, total = tl.zeros((BR,), tl.float32), tl.zeros((BE,), tl.float32), 0.0
+    for first in range(0, t, BM):
+        real = key >= 0
+        k = tl.load(k_base + key[:, None] * skm + dims[None, :], mask=real[:, None] & wide[None, :], other=0.0)
+        v = tl.load(v_base + key[:, None] * svm + values[None, :], mask=real[:, None] & long[None, :], other=0.0)
+        slot = first + BM + tl.arange(0, BM)
+        key = tl.load(keys_at + slot, mask=slot < t, other=-1)
+        k = tl.where(real[:, None], k.to(tl.float32) - key_centre[None, :], 0.0)
+        product = tl.dot(k, tl.trans(view), input_precision=PRECISION)
+        v = tl.where(real[:, None], v.to(tl.float32) - value_centre[None, :], 0.0)
+        seen += tl.sum(product, 0)
+        values_seen += tl.sum(v, 0)
+        squares += tl.sum(product * product, 0)
+        value_squares += tl.sum(v * v, 0)
+        total += tl.sum(real.to(tl.float32))
+    total = tl.maximum(total, 1.0)
+    size = tl.maximum(tl.sum(squares) / total - tl.sum(seen * seen) / (total * total), 0.0)
+    shrink = tl.maximum(tl.sum(value_squares) / total - tl.sum(values_seen * values_seen) / (total * total), 0.0)
+    view = view / tl.sqrt(tl.where(size > 0, size, 1.0))
+    to = (lead * r + ways)[:, None] * d + dims[None, :]
+    tl.store(VIEW + to, view.to(VIEW.dtype.element_ty), mask=(ways < r)[:, None] & wide[None, :])
+    centres = CENTRES + lead * (d + e + 1)
+    tl.store(centres + dims, key_centre, mask=wide)
+    tl.store(centres + d + values, value_centre, mask=long)
+    tl.store(centres + d + e, tl.sqrt(tl.where(shrink > 0, shrink, 1.0)))
 
 
 @jit
@@ -239,19 +221,20 @@ def view(
     directions = torch.empty(b, hk, s * group, d, dtype=k.dtype, device=k.device)
     centres = torch.empty(b, hk, d + e + 1, dtype=torch.float32, device=k.device)
     shape = _shape(k, v, directions)
+    # one program for a head, which waits for memory: few turns
+    many = max(32, min(256, (16384 if narrow(k, v) else 8192) // max(shape["BD"], shape["BE"])))
     if starts_at is not None:
         means, labels, starts, c = q, queries_at, rows(starts_at), starts_at.shape[2]
     else:
         assert means is not None
         assert labels is not None
         means, labels, starts, c = means.contiguous(), labels.contiguous(), queries_at, means.shape[2]
-    most = (1 << 15) // (k.element_size() * max(shape["BD"], shape["BE"]))  # rows of a tile that stays in registers
     launch(
-        view_kernel, (b * hk, 2), (q, k, v, means, labels, starts, queries_at, keys_at, directions, centres),
+        view_kernel, (b * hk,), (q, k, v, means, labels, starts, queries_at, keys_at, directions, centres),
         (n, c, s, t, d, e, hk, group, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
          *starts.stride()[:2], *queries_at.stride()[:2], *keys_at.stride()[:2]),
-        HAS_STARTS=starts_at is not None, EVERY=EVERY, BM=min(power(t), most), BK=power(cdiv(t, EVERY), THIN),
-        BS=min(power(c), 2 * most // k.element_size()), FULL=precision(k), num_warps=8, **shape,
+        HAS_STARTS=starts_at is not None, EVERY=EVERY, BM=many, BK=max(32, min(64, many // 2)),
+        BS=min(64, many // 2, power(c)), PRECISION="tf32", FULL=precision(k), num_warps=8, **shape,
     )  # fmt: skip
     return directions, centres
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -147,7 +147,7 @@ def _stratified(like: Tensor, n: int, most: int, number: int, stream: int, holde
     if _in_one_launch(like):
         from . import kernels  # Triton's, where there is a GPU
 
-        return kernels.stratified([(n, stream, most)], number, like.device, holder)[0]
+        return kernels.stratified(n, number, stream, most, like.device, holder)
     lot = torch.arange(most, device=like.device)
     if n <= most:
         return torch.where(lot < n, lot, -1)
@@ -201,43 +201,12 @@ def _kept(made: Op, first: int, second: int, number: int, stream: int, device: t
     return drawn
 
 
-class Lots(NamedTuple):
-    """``most`` of n tokens for each of the sequences ``like`` (b h ... n d), (b h ... most), -1 where there are fewer.
+def positions(valid: Tensor | None, like: Tensor, n: int, seed: Seed, stream: int, most: int) -> Tensor:
+    """``most`` of n tokens for each of the sequences ``like`` (b h ... n d): (b h ... most), -1 where there are fewer.
 
     valid (b 1 ... n), or None when all tokens are real. The draw is shared by the heads.
     """
-
-    valid: Tensor | None
-    like: Tensor
-    n: int
-    stream: int
-    most: int
-
-    def shared(self, drawn: Tensor) -> Tensor:
-        return drawn.expand(*self.like.shape[:-2], self.most)
-
-
-def positions(seed: Seed, *lots: Lots) -> list[Tensor]:
-    """All draws of one seed that are wanted now, up to five."""
-    if _launched_now(seed, lots):
-        from . import kernels  # Triton's, where there is a GPU
-
-        number, holder = number_and_holder(seed)
-        wanted = [(one.n, one.stream, one.most) for one in lots]
-        drawn = kernels.stratified(wanted, number, lots[0].like.device, holder)
-    else:
-        drawn = [
-            stratified(like, n, seed, stream, most) if valid is None else stratified_among(valid, seed, stream, most)
-            for valid, like, n, stream, most in lots
-        ]
-    return [one.shared(each) for one, each in zip(lots, drawn, strict=True)]
-
-
-def _launched_now(seed: Seed, lots: tuple[Lots, ...]) -> bool:
-    """Would each of these draws be a launch, and can they be one together? Nobody looks at operators, nothing is
-    recorded, and no draw is kept: such as while a CUDA graph is captured."""
-    if torch.compiler.is_compiling() or recording.tape is not None or torch._C._len_torch_dispatch_stack():
-        return False
-    like, masked = lots[0].like, any(one.valid is not None for one in lots)
-    plain = type(like) is Tensor and not torch._C._are_functorch_transforms_active()
-    return plain and not masked and not _kept_where(like, seed) and _in_one_launch(like)
+    drawn: Tensor = (
+        stratified(like, n, seed, stream, most) if valid is None else stratified_among(valid, seed, stream, most)
+    )
+    return drawn.expand(*like.shape[:-2], most)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .._jit import in_turn, jit, tl
 from .._launch import Halves, cdiv, launch
-
-TOGETHER = 5  # draws that one launch can make
 
 
 @jit
@@ -100,42 +96,23 @@ def _rank(lot, total, wanted, low, high, stream):
 
 
 @jit
-def _one_of(which, first, second, third, fourth, fifth):
-    """Numbers of a launch lie in no list: they are told apart one by one."""
-    later = tl.where(which == 3, fourth, tl.where(which == 4, fifth, third))
-    return tl.where(which == 0, first, tl.where(which == 1, second, later))
-
-
-@jit
-def stratified_kernel(
-    OUT, HOLDER, each, n_0, n_1, n_2, n_3, n_4, most_0, most_1, most_2, most_3, most_4,
-    stream_0, stream_1, stream_2, stream_3, stream_4, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """OUT (draws each): a row for every draw, which may be shorter."""
+def stratified_kernel(OUT, HOLDER, n, most, stream, low, high, HELD: tl.constexpr, BLOCK: tl.constexpr):
     in_turn()
-    which = tl.program_id(1)
-    n, most = _one_of(which, n_0, n_1, n_2, n_3, n_4), _one_of(which, most_0, most_1, most_2, most_3, most_4)
-    stream = _one_of(which, stream_0, stream_1, stream_2, stream_3, stream_4)
     low, high = halves(HOLDER, low, high, HELD)
     lot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rank = _rank(lot, lot * 0 + n, lot * 0 + most, low, high, stream)
-    tl.store(OUT + which * each + lot, tl.where(rank < n, rank, -1), mask=lot < most)
+    tl.store(OUT + lot, tl.where(rank < n, rank, -1), mask=lot < most)
 
 
-def stratified(
-    draws: Sequence[tuple[int, int, int]], number: int, device: torch.device, holder: Tensor | None
-) -> list[Tensor]:
-    """For each (n, stream, most), in one launch."""
-    each = cdiv(max(most for _, _, most in draws), 2) * 2  # rows begin where launches want a tensor to begin
-    out = torch.empty(len(draws), each, dtype=torch.int64, device=device)
+def stratified(n: int, number: int, stream: int, most: int, device: torch.device, holder: Tensor | None) -> Tensor:
+    out = torch.empty(most, dtype=torch.int64, device=device)
     held, halves = seed_arguments(number, holder, out)
-    if each:
-        ns, streams, mosts = zip(*draws, *[(0, 0, 0)] * (TOGETHER - len(draws)), strict=True)
+    if most:
         launch(
-            stratified_kernel, (cdiv(each, 128), len(draws)), (out, held), (each, *ns, *mosts, *streams), halves,
+            stratified_kernel, (cdiv(most, 128),), (out, held), (n, most, stream), halves,
             HELD=holder is not None, BLOCK=128, num_warps=4,
         )  # fmt: skip
-    return [row[:most] for row, (_, _, most) in zip(out, draws, strict=True)]
+    return out
 
 
 @jit
