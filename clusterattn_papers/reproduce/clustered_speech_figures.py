@@ -67,7 +67,7 @@ class Figure1(Shown):
             figure = plots.canvas(9.2, 4.6)
             axis = figure.subplots()
             axis.margins(x=0.08, y=0.1)
-            told = set[str]()
+            named = set[str]()
             for (name, layers), (time, errors) in places.items():
                 (colour, marker), error, kind = look(name), statistics.fmean(errors), _kind(name)
                 axis.errorbar(
@@ -81,9 +81,9 @@ class Figure1(Shown):
                     elinewidth=1,
                     capsize=3,
                     zorder=3,
-                    label=None if kind in told else kind,
+                    label=None if kind in named else kind,
                 )
-                told.add(kind)
+                named.add(kind)
                 number = plots.short(name).removeprefix(kind).lstrip("-")
                 axis.annotate(
                     f"{number} × {layers}" if number else f"× {layers}",

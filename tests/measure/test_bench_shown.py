@@ -367,18 +367,21 @@ def test_the_readme_shows_the_rows_of_a_gpu(tmp_path: Path, monkeypatch: pytest.
     rehearsal = [{**row, "theme": "gpu-rehearsal"} for row in a_run()]
     append(tmp_path / "gpu-rehearsal.jsonl", *rehearsal)
     assert tables.gpu_table() == tables.gpu_figures() == tables.NOT_YET
-    older = a_row("local", 1024, "forward", 1.0, speedup=0.1)
-    older["environment"] = {**older["environment"], "commit": "old", "date": "2025-01-01"}
-    append(tmp_path / "gpu-bars.jsonl", older, *a_run())
+    for method, commit, date in (("local", "oldest", "2025-01-01"), ("routing", "old", "2025-01-02")):
+        older = a_row(method, 1024, "forward", 1.0, speedup=0.1)
+        older["environment"] = {**older["environment"], "commit": commit, "date": date}
+        append(tmp_path / "gpu-bars.jsonl", older)
+    append(tmp_path / "gpu-bars.jsonl", *a_run())
     shown = tables.gpu_table()
     assert "0.69×† / 0.69×†" in shown
     assert "**19.11×** / **19.11×**" in shown
     assert "**9.56×** / wrong" in shown
     assert "(img/crossings.png)" in shown
-    assert shown.count("| 0.0123 |") == 2  # the error of each method beside its speeds
+    assert "`routing`" in shown  # what the newest commit did not reach, as it was before
     assert "local" not in shown
+    assert shown.count("| 0.0123 |") == 3  # the error of each method beside its speeds
     figures = tables.gpu_figures()
-    assert figures.count("\n| `") == 12
+    assert figures.count("\n| `") == 13
     assert "- refined, 6×64, N = 32 768, forward+backward: wrong: dq is off by 0.3" in figures
     monkeypatch.setattr(tables, "DOCS", tmp_path)
     (tmp_path / "img").mkdir()

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._jit import in_turn, jit, narrow, power, precision, rows, tl
 from .._launch import cdiv, launch
 from ..kmeans.nearest_kernels import TILE, crowded, highest_of, nearest, spread
-from .reference import EVERY
+from . import EVERY
 
 MOST = 128  # centres that stay where they are while the keys pass
 

@@ -15,8 +15,7 @@ from ..kmeans import reference as kmeans
 from ..kmeans.reference import rows_at
 from ..merge import NEVER
 from ..rows import broadcast
-
-EVERY = 4  # of the keys that tell the spread so many tell as well which start is nearest: one of four
+from . import EVERY
 
 
 def _spread(x: Tensor, at: Tensor) -> Tensor:
