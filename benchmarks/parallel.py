@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import clusterattn as ca
 from clusterattn._rows import Row, append, environment, rows_path
-from clusterattn.methods._grouping import DIRECTIONS, FAR_POOL, SPREAD_SAMPLE
+from clusterattn.methods._grouping import DIRECTIONS, FAR_POOL, MOST_STARTS, SPREAD_SAMPLE, from_starts
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -65,7 +65,9 @@ class Layer:
             h * c * (d + 1),
         ]  # fmt: skip
         if p > 1:
-            summed += [h * DIRECTIONS * d, h * DIRECTIONS * WHOLE // NUMBER, h * (SPREAD_SAMPLE + pool * p) * 2 * d]
+            asked = [DIRECTIONS * d, DIRECTIONS * WHOLE // NUMBER]  # queries, and their labels
+            asked = [(DIRECTIONS + min(c, MOST_STARTS)) * d] if from_starts(size) else asked
+            summed += [h * each for each in asked] + [h * (SPREAD_SAMPLE + pool * p) * 2 * d]
             summed += [h * p * (DIRECTIONS + d + 1)] * updates
         both = [h * c * t * 2 * d, h * c * p * (1 + 2 * d), h * d * d if size.slope else 0]
         agreed = (r - 1) * WHOLE * (13 + 4)
