@@ -87,7 +87,8 @@ def some(*real: int) -> Tensor:
 
 @kernels
 @pytest.mark.parametrize(
-    ("method", "hidden"), [*zip(METHODS, ("both", "apart", "keys", "queries", "both", "both"), strict=True)]
+    ("method", "hidden"),
+    [(METHODS[i], "both") for i in (0, 3, 4, 5)] + [(METHODS[3], each) for each in ("apart", "keys", "queries")],
 )
 def test_a_replay_reads_the_masks_of_its_own_call(method, hidden):
     """One mask for keys and queries, two, or one of them; what is hidden from everybody may be anything."""
