@@ -184,7 +184,7 @@ class ClusterFormer(Method):
 
     def cost(self, n: int, m: int, d: int, e: int, *, causal: bool = False, group: int = 1) -> int:
         c = self.clusters or _root(n)
-        signal = bool(self.affinity or self.straight)  # memberships are made once more, with a record of it
+        signal = bool(self.affinity or self.straight)  # memberships, where they come without the groups
         shown = d + c if self.affinity else d
         return (2 + signal) * n * c * d + n * min(self.blocks * -(-n // c), n) * (shown + e)
 

@@ -162,17 +162,22 @@ def test_trains_says_how_far_the_losses_reach(trains: str, reached: int) -> None
     assert moved == [True] * reached + [False] * (3 - reached)
 
 
+def trained_inputs(padded: bool) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Inputs of a call, and with a gradient its points and centroids; a mask that hides the end of one sequence."""
+    g = torch.Generator().manual_seed(2)
+    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
+    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
+    mask = torch.arange(22) < torch.tensor([[22], [13]]) if padded else None
+    return draw(n=22, m=22, h=4, hk=4), points, start, mask
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"similarity": "inner"}, {"scope": "shared", "sharpness": 5.0}, {"spread": True}]
 )
 @pytest.mark.parametrize("padded", [False, True])
 def test_centroids_have_one_gradient_whatever_else_is_trained(settings: dict[str, Any], padded: bool) -> None:
     """Trained alone, theirs is written out (shares are made anew in the backward); else it is autograd's."""
-    x = draw(n=22, m=22, h=4, hk=4)
-    g = torch.Generator().manual_seed(2)
-    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
-    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
-    mask = torch.arange(22) < torch.tensor([[22], [13]]) if padded else None
+    x, points, start, mask = trained_inputs(padded)
     found = []
     for trains in ("centroids", "all"):
         method = ca.ClusterFormer(clusters=3, trains=trains, **settings)
@@ -191,11 +196,7 @@ def test_centroids_have_one_gradient_whatever_else_is_trained(settings: dict[str
 def test_memberships_have_one_gradient_wherever_they_are_made(settings: dict[str, Any], padded: bool) -> None:
     """Made with the groups, their backward is written out; for groups that are given, and where the losses train all of
     the model, it is autograd's."""
-    x = draw(n=22, m=22, h=4, hk=4)
-    g = torch.Generator().manual_seed(2)
-    points = torch.randn(2, 22, 12, generator=g, dtype=torch.float64).requires_grad_()
-    start = torch.randn(3, 12, generator=g, dtype=torch.float64).requires_grad_()
-    mask = torch.arange(22) < torch.tensor([[22], [13]]) if padded else None
+    x, points, start, mask = trained_inputs(padded)
     found = []
     for trains in ("centroids", "all"):
         method = ca.ClusterFormer(clusters=3, trains=trains, affinity=3.0, sharpness=2.0, balance=1.0, **settings)

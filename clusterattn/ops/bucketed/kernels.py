@@ -318,19 +318,21 @@ def forward(
         part = torch.empty(seats, e, dtype=v.dtype, device=q.device)
         part_lse = torch.empty(seats, dtype=torch.float32, device=q.device)
         nothing(part_lse)
-    numbers = (*sizes, seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
+    more = (seating.scale * LOG2E, seating.offset, seating.left, seating.right, *strides)
     if where == BY_POSITION and walks(q, v, seating):
         stretches = cdiv(g // rounds, TURNS)
         launch(
             walk_fwd_kernel, (rounds * stretches, lead), (q, k, v, seating.queries, seating.keys, part, part_lse),
-            (n, d, e, g, s, rounds, h, h // k.shape[1], stretches, *numbers[-13:]),
+            (n, d, e, g, s, rounds, h, h // k.shape[1], stretches, *more),
             **{name: tiles[name] for name in ("WINDOW", "OTHERS", "BS", "BD", "BE", "PRECISION")},
             TURNS=TURNS, STAGES=3, num_warps=4,
         )  # fmt: skip
     else:
+        if q.element_size() == 2:  # backward wants eight, which do some of forward's work twice
+            tiles["num_warps"] = 4
         launch(
-            bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), numbers,
-            WHERE=where, **(tiles if q.element_size() > 2 else {**tiles, "num_warps": 4}),
+            bucketed_fwd_kernel, (g * cdiv(s, tiles["BS"]), lead), (*tensors, part, part_lse), (*sizes, *more),
+            WHERE=where, **tiles,
         )  # fmt: skip
     alone = torch.empty(b, h, n if or_self else 0, dtype=torch.int8, device=q.device)
     if where == BY_SEAT:

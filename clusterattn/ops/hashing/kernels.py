@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._jit import in_turn, jit, power, precision, rows, tl
 from .._launch import cdiv, launch, workspace
-from ..kmeans.nearest_kernels import TILE, WHOLE, _numbered, crowded, spread
+from ..kmeans.nearest_kernels import TILE, WHOLE, carrying, crowded, spread
 from ..members.kernels import by_label
 
 LEAST_BITS = 18
@@ -116,7 +116,7 @@ def _longest(product, BN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     numbers are ordered by magnitude, and above all others where they are taken as unsigned.
     """
     bits = tl.reshape(product, (BN, BR, BC // 8, 8)).to(tl.int32, bitcast=True)
-    bits = _numbered(bits, -2 * BC, (BC - 8 - 8 * tl.arange(0, BC // 8))[None, None, :, None])
+    bits = carrying(bits, -2 * BC, (BC - 8 - 8 * tl.arange(0, BC // 8))[None, None, :, None])
     most = tl.max(bits, 2)
     least = tl.max(bits.to(tl.uint32, bitcast=True), 2).to(tl.int32, bitcast=True)
     most = (most & 0x7FFFFFFF) | tl.where(most < 0, 0, BC)

@@ -23,14 +23,14 @@ WHOLE = 256  # that do: in shared memory, and their scores in registers
 if INTERPRETING:
 
     @jit
-    def _numbered(bits, kept, number):
+    def carrying(bits, kept, number):
         lowest = tl.where(bits == -0x800000, -0x800001, bits)  # -inf: numpy takes some NaNs for a maximum
         return (lowest & kept) | number
 
 else:
 
     @jit
-    def _numbered(bits, kept, number):
+    def carrying(bits, kept, number):
         """(bits & kept) | number: one instruction, of which the compiler would make two."""
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [bits, kept, number], dtype=tl.int32, is_pure=True, pack=1
@@ -43,7 +43,7 @@ def highest_of(scores, BN: tl.constexpr, BC: tl.constexpr):
     steps: those eight apart lie in one thread, where their numbers are constants. Scores of -inf may become NaN there,
     which no maximum takes."""
     bits = tl.reshape(scores, (BN, BC // 8, 8)).to(tl.int32, bitcast=True)
-    bits = _numbered(bits, -BC, (8 * tl.arange(0, BC // 8))[None, :, None])
+    bits = carrying(bits, -BC, (8 * tl.arange(0, BC // 8))[None, :, None])
     few = tl.max(bits.to(tl.float32, bitcast=True), axis=1).to(tl.int32, bitcast=True) | tl.arange(0, 8)[None, :]
     highest = tl.max(few.to(tl.float32, bitcast=True), axis=1)
     return highest, highest.to(tl.int32, bitcast=True) & (BC - 1)
